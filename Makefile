@@ -14,7 +14,7 @@ PYTHON_GPU ?= $(BIN)/python
 
 PEERS := build/peers
 
-.PHONY: demo lint test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu gpu-dry attacks vllm vllm-installed s3-server bench bench-peers compiled test-compiled lockstep alike compiled-memory compiled-soak compiled-vllm wheels clean
+.PHONY: demo lint test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu gpu-dry attacks vllm vllm-installed s3-server bench bench-peers compiled test-compiled lockstep compare-builds compiled-memory compiled-soak compiled-vllm wheels clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-dev.txt
@@ -168,11 +168,11 @@ LOCKSTEP_ARGS ?=
 
 compiled: $(COMPILED)/.installed
 
-$(COMPILED)/.installed: $(WHEELS)/.compiled proof/beside.py
+$(COMPILED)/.installed: $(WHEELS)/.compiled proof/share_packages.py
 	rm -rf $(COMPILED)
 	$(PYTHON) -m venv --without-pip $(COMPILED)
 	$(BIN)/python -m pip --python $(COMPILED_PYTHON) install --quiet --no-deps --no-index $(WHEELS)/compiled/*.whl
-	$(BIN)/python proof/beside.py $(COMPILED)  # afterwards: pip would take the clone's for installed
+	$(BIN)/python proof/share_packages.py $(COMPILED)  # afterwards: pip would take the clone's for installed
 	touch $@
 
 PACKAGE := $(shell find aoffload -name "*.py")
@@ -190,9 +190,9 @@ test-compiled: $(COMPILED)/.installed
 lockstep: $(COMPILED)/.installed
 	$(BIN)/python -m proof.lockstep --beside $(COMPILED_PYTHON) --programs $(PROGRAMS) $(LOCKSTEP_ARGS)
 
-# What else a program sees of both: odd arguments to every call, values, plug-ins that fail.
-alike: $(COMPILED)/.installed
-	$(BIN)/python -m proof.alike --beside $(COMPILED_PYTHON)
+# Other behaviour of both builds: invalid arguments to every call, values, plug-ins that fail.
+compare-builds: $(COMPILED)/.installed
+	$(BIN)/python -m proof.compare_builds --beside $(COMPILED_PYTHON)
 
 # Bytes of the index for a cached block with both.
 compiled-memory: $(COMPILED)/.installed

@@ -1,4 +1,4 @@
-"""Features of programs that cannot meet in one program, and what forbids it."""
+"""Pairs of features that cannot occur in one program, with the reason."""
 
 from __future__ import annotations
 

@@ -27,14 +27,14 @@ from typing import Any
 from .program_runs import ALL_FACES, FACES, PIECE, SEAM_FACES, SEAM_PIECE, ProgramPiece
 
 ROOT = Path(__file__).parent.parent
-WALK = ROOT / "proof" / "walk.py"
+WALK = ROOT / "proof" / "program_digests.py"
 MOST = 1000
 """Programs that a process runs at most: to start one takes some seconds."""
 
 
 class Build:
     """A build of the core: the pure one of a source tree, or the one that is installed beside another interpreter. With
-    the latter, the modules of the proof come from the folder that `beside.py` has made: it has no `aoffload`."""
+    the latter, the modules of the proof come from the folder of `share_packages.py`, which has no `aoffload`."""
 
     def __init__(
         self, python: Path | None = None, script: Path = WALK, tree: Path = ROOT, *, answers: bool = False

@@ -6,47 +6,48 @@ Many put back an incident that motivated the project. A checker is worth as much
 from __future__ import annotations
 
 from .mutants_cache import CACHE_MUTANTS
-from .mutants_calls import CALL_MUTANTS
-from .mutants_choice import CHOICE_MUTANTS
+from .mutants_call_sequences import CALL_SEQUENCE_MUTANTS
+from .mutants_core_regressions import CORE_REGRESSION_MUTANTS
 from .mutants_cuda import CUDA_MUTANTS
+from .mutants_device_loss import DEVICE_LOSS_MUTANTS
+from .mutants_diagnosis import DIAGNOSIS_MUTANTS
 from .mutants_disk import DISK_MUTANTS
 from .mutants_disk_core import DISK_CORE_MUTANTS
-from .mutants_disk_proof import DISK_PROOF_MUTANTS
+from .mutants_disk_erasure import DISK_ERASURE_MUTANTS
+from .mutants_disk_regressions import DISK_REGRESSION_MUTANTS
 from .mutants_disk_shell import DISK_SHELL_MUTANTS
-from .mutants_early import EARLY_MUTANTS
 from .mutants_engine import ENGINE_MUTANTS
-from .mutants_found_core import FOUND_CORE_MUTANTS
-from .mutants_found_disk import FOUND_DISK_MUTANTS
-from .mutants_found_models import FOUND_MODEL_MUTANTS
-from .mutants_found_remote import FOUND_REMOTE_MUTANTS
-from .mutants_found_shell import FOUND_SHELL_MUTANTS
-from .mutants_found_vllm import FOUND_VLLM_MUTANTS
-from .mutants_keeping import KEEPING_MUTANTS
-from .mutants_learned import LEARNED_MUTANTS
-from .mutants_line import LINE_MUTANTS
-from .mutants_links import LINK_MUTANTS
-from .mutants_loss import LOSS_MUTANTS
+from .mutants_extensions import EXTENSION_MUTANTS
+from .mutants_in_flight import IN_FLIGHT_MUTANTS
+from .mutants_learned_eviction import LEARNED_EVICTION_MUTANTS
+from .mutants_load_choice import LOAD_CHOICE_MUTANTS
+from .mutants_model_loading import MODEL_LOADING_MUTANTS
+from .mutants_overlap import OVERLAP_MUTANTS
+from .mutants_pins import PIN_MUTANTS
 from .mutants_policies import POLICY_MUTANTS
 from .mutants_remote import REMOTE_CORE_MUTANTS
+from .mutants_remote_regressions import REMOTE_REGRESSION_MUTANTS
 from .mutants_remote_shell import REMOTE_SHELL_MUTANTS
 from .mutants_remote_store import REMOTE_STORE_MUTANTS
-from .mutants_seam import SEAM_MUTANTS
-from .mutants_seen import SEEN_MUTANTS
 from .mutants_shell import SHELL_MUTANTS
-from .mutants_stuck import STUCK_MUTANTS
+from .mutants_shell_regressions import SHELL_REGRESSION_MUTANTS
 from .mutants_submission import SUBMISSION_MUTANTS
+from .mutants_tier_reports import TIER_REPORT_MUTANTS
 from .mutants_transfers import TRANSFER_MUTANTS
 from .mutants_vllm import VLLM_MUTANTS
+from .mutants_vllm_regressions import VLLM_REGRESSION_MUTANTS
+from .mutants_wait_queue import WAIT_QUEUE_MUTANTS
 from .mutants_windows import WINDOW_MUTANTS
 from .planting import Mutant
 
 __all__ = ["MUTANTS"]
 
 MUTANTS: tuple[Mutant, ...] = (
-    CACHE_MUTANTS + CALL_MUTANTS + CHOICE_MUTANTS + CUDA_MUTANTS + DISK_MUTANTS + DISK_CORE_MUTANTS
-    + DISK_PROOF_MUTANTS + DISK_SHELL_MUTANTS + EARLY_MUTANTS + ENGINE_MUTANTS + FOUND_CORE_MUTANTS
-    + FOUND_DISK_MUTANTS + FOUND_MODEL_MUTANTS + FOUND_REMOTE_MUTANTS + FOUND_SHELL_MUTANTS + FOUND_VLLM_MUTANTS
-    + KEEPING_MUTANTS + LEARNED_MUTANTS + LINE_MUTANTS + LINK_MUTANTS + LOSS_MUTANTS + POLICY_MUTANTS
-    + REMOTE_CORE_MUTANTS + REMOTE_SHELL_MUTANTS + REMOTE_STORE_MUTANTS + SEAM_MUTANTS + SEEN_MUTANTS
-    + SHELL_MUTANTS + STUCK_MUTANTS + SUBMISSION_MUTANTS + TRANSFER_MUTANTS + VLLM_MUTANTS + WINDOW_MUTANTS
+    CACHE_MUTANTS + CALL_SEQUENCE_MUTANTS + LOAD_CHOICE_MUTANTS + CUDA_MUTANTS + DISK_MUTANTS + DISK_CORE_MUTANTS
+    + DISK_ERASURE_MUTANTS + DISK_SHELL_MUTANTS + OVERLAP_MUTANTS + ENGINE_MUTANTS + CORE_REGRESSION_MUTANTS
+    + DISK_REGRESSION_MUTANTS + MODEL_LOADING_MUTANTS + REMOTE_REGRESSION_MUTANTS + SHELL_REGRESSION_MUTANTS
+    + VLLM_REGRESSION_MUTANTS + PIN_MUTANTS + LEARNED_EVICTION_MUTANTS + WAIT_QUEUE_MUTANTS + IN_FLIGHT_MUTANTS
+    + DEVICE_LOSS_MUTANTS + POLICY_MUTANTS
+    + REMOTE_CORE_MUTANTS + REMOTE_SHELL_MUTANTS + REMOTE_STORE_MUTANTS + EXTENSION_MUTANTS + TIER_REPORT_MUTANTS
+    + SHELL_MUTANTS + DIAGNOSIS_MUTANTS + SUBMISSION_MUTANTS + TRANSFER_MUTANTS + VLLM_MUTANTS + WINDOW_MUTANTS
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Planted defects of copies on a GPU: what is under way at once, and who may touch what meanwhile."""
+"""Planted defects of copies on a GPU: concurrent copies, and access to blocks during a copy."""
 
 from __future__ import annotations
 

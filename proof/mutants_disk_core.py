@@ -1,4 +1,4 @@
-"""Planted defects of the disk in the core: what is stored there, fetched from there, and found after a restart."""
+"""Planted defects of the disk in the core: stores, fetches, and restores after a restart."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ _STORES = (
         "what was used together is looked at together",
     ),
 )
-_TAKEN_BACK = (
+_INVALIDATION = (
     _met_by(
         OF_STORES + "what_a_failed_forward_has_left_there_is_told",
         "disk: wrong KV that a restart finds",
@@ -257,4 +257,4 @@ _RESTORES = (
     ),
 )
 
-DISK_CORE_MUTANTS: tuple[Mutant, ...] = _STORES + _TAKEN_BACK + _FETCHES + _RESTORES
+DISK_CORE_MUTANTS: tuple[Mutant, ...] = _STORES + _INVALIDATION + _FETCHES + _RESTORES

@@ -1,4 +1,4 @@
-"""Planted defects of what a runtime does with its disk."""
+"""Planted defects of the disk in a runtime."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["DISK_SHELL_MUTANTS"]
 LANES, WORK = "aoffload._tiers.disk.lanes", "aoffload._tiers.disk.loop"
 COPIES, FETCHING = "aoffload._transfer.copy_queue", "aoffload._tiers.fetch.loop"
 TRANSPORT, RUNTIME = "tests/transfer/test_disk_transport.py", "tests/shell/test_disk_runtime.py"
-SHORT, ROOM = "tests/shell/test_disk_threads.py", "tests/transfer/test_disk_room.py"
+SHORT, ROOM = "tests/shell/test_disk_threads.py", "tests/transfer/test_disk_space.py"
 
 
 def _mutant(name: str, module: str, old: str, new: str, promise: str, test: str) -> Mutant:
@@ -119,7 +119,7 @@ DISK_SHELL_MUTANTS: tuple[Mutant, ...] = (
         "        if not self._is_turn_due:\n",
         "        if True:\n",
         "what was read back takes a short turn of a round of the event loop",
-        "tests/shell/test_disk_turns.py::test_no_round_of_the_event_loop_takes_in_more_than_one_turn",
+        "tests/shell/test_disk_restore_slices.py::test_no_round_of_the_event_loop_takes_in_more_than_one_turn",
     ),
     _mutant(
         "no cap for a day",

@@ -1,4 +1,4 @@
-"""Planted defects of engine-owned blocks: which are held, what is stored of them, and which request waits for which."""
+"""Planted defects of engine-owned blocks: blocks held by jobs, stores, and requests that wait for each other."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MATCHES, BLOCKS = "aoffload._host_cache.matches", "aoffload._host_cache.matches"
 ARRIVALS, OFFERS = "aoffload._host_cache.matches", "aoffload._host_cache.offers"
 OWNED = "tests/core/test_engine_owned.py::"
 PENDING = "tests/core/test_engine_pending.py::"
-TAKEN_BACK = "tests/core/test_engine_taken_back.py::"
+INVALIDATION = "tests/core/test_engine_invalidation.py::"
 CALLS, SESSION, WORKER = "aoffload._runtime.request", "aoffload._runtime.session", "aoffload._runtime.worker"
 RUNTIME = "tests/shell/test_engine_runtime.py::"
-LOST = "tests/core/test_engine_lost.py::"
+LOST = "tests/core/test_engine_failed_loads.py::"
 REFUSALS = "tests/core/test_engine_refusals.py::"
 
 ENGINE_MUTANTS = (
@@ -64,7 +64,7 @@ ENGINE_MUTANTS = (
         "        queued = self._queued_after(wrong)\n",
         "        queued = list[Job]()\n",
         "what a failed forward has written is not copied any more",
-        test=f"{TAKEN_BACK}test_queued_stores_of_what_is_taken_back_are_discarded",
+        test=f"{INVALIDATION}test_queued_stores_of_what_is_taken_back_are_discarded",
     ),
     Mutant(
         "launched stores publish what was taken back",
@@ -72,7 +72,7 @@ ENGINE_MUTANTS = (
         "self.cache.withdraw_all(wrong, self.jobs.unsettled.values())",
         "self.cache.withdraw_all([run for run in wrong if run.parts[BELOW].blocks], self.jobs.unsettled.values())",
         "what a failed forward has written is never found",
-        test=f"{TAKEN_BACK}test_launched_stores_of_what_is_taken_back_never_publish",
+        test=f"{INVALIDATION}test_launched_stores_of_what_is_taken_back_never_publish",
     ),
     Mutant(
         "who has read what was wrong stores on",
@@ -80,7 +80,7 @@ ENGINE_MUTANTS = (
         "            other.epoch = NoEpoch.INVALIDATED\n",
         "            other.hit_stop = 0\n",
         "what was computed on wrong bytes is never found",
-        test=f"{TAKEN_BACK}test_who_may_have_read_it_is_told_and_stores_nothing_any_more",
+        test=f"{INVALIDATION}test_who_may_have_read_it_is_told_and_stores_nothing_any_more",
     ),
     Mutant(
         "tokens of a refused offer kept",

@@ -1,4 +1,4 @@
-"""Planted defects of the store policies, and of a request's own limits on what is stored."""
+"""Planted defects of the store policies, and of a request's own limits on stores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["POLICY_MUTANTS"]
 WATERMARK, HIT_COUNTS = "aoffload._extensions.watermark", "aoffload._eviction.counts"
 CACHE, COMMITS = "aoffload._kernel.cache", "aoffload._kernel.commits"
 
-SMALL_HOST = "tests/core/test_small_host.py::"
+HOST_THRASHING = "tests/core/test_host_thrashing.py::"
 
 POLICY_MUTANTS = (
     Mutant(
@@ -18,7 +18,7 @@ POLICY_MUTANTS = (
         "!= request.evictions_before and not is_last:\n",
         "!= request.evictions_before and False:\n",
         "a host that is too small evicts, and copies no more for that",
-        test=f"{SMALL_HOST}test_nothing_is_stored_again_and_again",
+        test=f"{HOST_THRASHING}test_nothing_is_stored_again_and_again",
     ),
     Mutant(
         "evicted prefixes never stored again",
@@ -26,7 +26,7 @@ POLICY_MUTANTS = (
         "!= request.evictions_before and not is_last:\n",
         "!= request.evictions_before:\n",
         "the end of a request stores what a later one can hit",
-        test=f"{SMALL_HOST}test_the_last_commit_stores_what_was_evicted_meanwhile",
+        test=f"{HOST_THRASHING}test_the_last_commit_stores_what_was_evicted_meanwhile",
     ),
     Mutant(
         "evicted prefixes stored at every offer",
@@ -34,7 +34,7 @@ POLICY_MUTANTS = (
         " and not is_last and self._evicts(request):",
         " and False:",
         "a host that is too small evicts, and copies no more for that",
-        test=f"{SMALL_HOST}test_nothing_is_stored_again_and_again",
+        test=f"{HOST_THRASHING}test_nothing_is_stored_again_and_again",
     ),
     Mutant(
         "watermark a part too far",

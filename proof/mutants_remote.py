@@ -1,4 +1,4 @@
-"""Planted defects of the remote store in the core: what is stored there, loaded from there, and taken back."""
+"""Planted defects of the remote store in the core: stores, loads, and invalidation."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ _STORES = (
     ),
 )
 
-_TAKING_BACK = (
+_INVALIDATION = (
     _met_by(
         OF_STORES + "cells_of_a_failed_forward_are_taken_back",
         "nothing taken back",
@@ -335,4 +335,4 @@ _TAKING_BACK = (
     ),
 )
 
-REMOTE_CORE_MUTANTS = _CELLS + _FETCHES + _STORES + _TAKING_BACK
+REMOTE_CORE_MUTANTS = _CELLS + _FETCHES + _STORES + _INVALIDATION

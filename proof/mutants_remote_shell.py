@@ -1,4 +1,4 @@
-"""Planted defects of the gate of fetches, and of what a runtime does with a remote store."""
+"""Planted defects of the fetch gate, and of a remote store in a runtime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GATE_TESTS, GATING, TESTS = (
 SOURCES = "tests/test_config_sources.py"
 
 
-ALONE = "tests/shell/test_left_alone.py::test_a_store_that_fails_is_one_line_in_the_log_and_so_is_its_end"
+ALONE = "tests/shell/test_tier_breakers.py::test_a_store_that_fails_is_one_line_in_the_log_and_so_is_its_end"
 
 
 def _mutant(name: str, module: str, old: str, new: str, promise: str, test: str) -> Mutant:
@@ -142,7 +142,7 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
         "        self.bytes_over += completion.num_bytes\n",
         "        self.bytes_over += self.in_flight[completion.job_id].num_bytes\n",
         "what was not written is not charged",
-        "tests/shell/test_remote_wrong.py::test_what_was_not_written_is_not_charged",
+        "tests/shell/test_remote_faults.py::test_what_was_not_written_is_not_charged",
     ),
     _mutant(
         "a store outlives a reset",
@@ -158,7 +158,7 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
         "        if not remote.is_on:\n            return 0",
         "        if False:\n            return 0",
         "what a reset has dropped does not come back from the store",
-        "tests/shell/test_remote_taken_back.py::test_an_answer_that_comes_after_a_reset_is_of_before",
+        "tests/shell/test_remote_invalidation.py::test_an_answer_that_comes_after_a_reset_is_of_before",
     ),
     _mutant(
         "what is wrong outlives a runtime that closes",
@@ -166,7 +166,7 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
         "        self._forget()  # also when it is off: others use the store\n",
         "        if self.is_on:\n            self._forget()\n",
         "nobody hits what a failed forward wrote",
-        "tests/shell/test_remote_taken_back.py::test_a_store_that_ends_while_the_runtime_closes_leaves_nothing_wrong",
+        "tests/shell/test_remote_invalidation.py::test_a_store_that_ends_while_the_runtime_closes_leaves_nothing_wrong",
     ),
     _mutant(
         "a password in an error",
@@ -206,6 +206,6 @@ REMOTE_SHELL_MUTANTS: tuple[Mutant, ...] = (
         "(Use.ASK, Use.LOAD) if direction",
         "(Use.LOAD,) if direction",
         "a fetch from a store that is left alone is skipped, and counted",
-        "tests/shell/test_left_alone.py::test_a_store_that_answers_no_question_is_not_asked",
+        "tests/shell/test_tier_breakers.py::test_a_store_that_answers_no_question_is_not_asked",
     ),
 )

@@ -10,7 +10,7 @@ REMOTE, STORES = "aoffload._tiers.remote", "aoffload._tiers.remote.clients"
 CELLS, JOBS, LANES, NODES = f"{REMOTE}.cells", f"{REMOTE}.lanes", f"{REMOTE}.lanes", f"{REMOTE}.calls"
 QUESTIONS, REMOVALS, MEMORY = f"{REMOTE}.questions", f"{REMOTE}.memory", f"{REMOTE}.memory"
 TRANSPORT = "tests/transfer/test_remote_transport.py"
-WRONG = "tests/transfer/test_wrong_stores.py"
+WRONG = "tests/transfer/test_faulty_stores.py"
 REDIS, OBSTORE = "tests/transfer/test_redis_stores.py", "tests/transfer/test_obstore_store.py"
 
 

@@ -1,4 +1,4 @@
-"""Planted defects of submission: what a copy waits for, in which order copies end, and what is copied at once."""
+"""Planted defects of submission: fences of copies, the order of completions, and concurrent copies."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _STEPS = (
         "            self.cache.last_uses.gave_up(request, table.ids)\n",
         "            pass\n",
         _OWN_STEPS,
-        test="tests/core/test_last_uses.py::test_no_step_is_missed",
+        test="tests/core/test_load_fences.py::test_no_step_is_missed",
     ),
     Mutant(
         "load into blocks of its own forward in vain",
@@ -69,7 +69,7 @@ _STEPS = (
         "        if request.last_step:  # a step whose results",
         "        if False:  # a step whose results",
         _OWN_STEPS,
-        test="tests/core/test_last_uses.py::test_a_forward_in_vain_is_waited_for_by_the_load_of_its_own_request",
+        test="tests/core/test_load_fences.py::test_a_forward_in_vain_is_waited_for_by_the_load_of_its_own_request",
     ),
     Mutant(
         "step whose fence raises taken for over",
@@ -85,7 +85,7 @@ _STEPS = (
         "        cache.last_uses.gave_up(request, table.at(table.start, start))\n",
         "",
         _OWN_STEPS,
-        test="tests/core/test_last_uses.py::test_no_step_is_missed",
+        test="tests/core/test_load_fences.py::test_no_step_is_missed",
     ),
     Mutant(
         "shared block has the step of whoever let go last",
@@ -93,7 +93,7 @@ _STEPS = (
         "                if of_block[block_id] < number:\n                    of_block",
         "                if True:\n                    of_block",
         _OWN_STEPS,
-        test="tests/core/test_last_uses.py::test_a_step_that_shares_blocks_counts_for_whoever_frees_them_first",
+        test="tests/core/test_load_fences.py::test_a_step_that_shares_blocks_counts_for_whoever_frees_them_first",
     ),
     Mutant(
         "request that was in no step taken for idle",
@@ -101,7 +101,7 @@ _STEPS = (
         "        number, of_block = request.last_step or self.num_ended + 1, self._of_block\n",
         "        number, of_block = request.last_step, self._of_block\n",
         _OWN_STEPS,
-        test="tests/core/test_last_uses.py::test_what_was_never_in_a_step_waits_for_the_next_one",
+        test="tests/core/test_load_fences.py::test_what_was_never_in_a_step_waits_for_the_next_one",
     ),
     Mutant(
         "next step's fence taken for recorded",
@@ -109,7 +109,7 @@ _STEPS = (
         "        return number if number <= self.num_ended else 0\n",
         "        return number\n",
         _OWN_STEPS,
-        test="tests/core/test_last_uses.py::test_what_was_never_in_a_step_waits_for_the_next_one",
+        test="tests/core/test_load_fences.py::test_what_was_never_in_a_step_waits_for_the_next_one",
     ),
     Mutant(
         "compute outside of steps not noticed",
@@ -117,7 +117,7 @@ _STEPS = (
         "            self.cache.last_uses.are_covered = False  # no step covers this commit\n",
         "            pass\n",
         _OWN_STEPS,
-        test="tests/core/test_last_uses.py::test_a_commit_that_no_step_covers_ends_it_for_good",
+        test="tests/core/test_load_fences.py::test_a_commit_that_no_step_covers_ends_it_for_good",
     ),
     Mutant(
         "copies of a fork not noticed",
@@ -125,7 +125,7 @@ _STEPS = (
         "        parent.last_step = 0  # the engine copies from its blocks, outside of steps\n",
         "",
         _OWN_STEPS,
-        test="tests/core/test_last_uses.py::test_a_fork_copies_outside_of_steps",
+        test="tests/core/test_load_fences.py::test_a_fork_copies_outside_of_steps",
     ),
 )
 
@@ -155,7 +155,7 @@ _LANES = (
         "            fence.synchronize()\n        except Exception as error:  # noqa: BLE001 - a lost device",
         "            pass\n        except Exception as error:  # noqa: BLE001 - a lost device",
         "a completion is told when the copy is proven over",
-        test="tests/transfer/test_copy_ends.py::test_several_jobs_run_at_once_and_end_in_order",
+        test="tests/transfer/test_copy_completions.py::test_several_jobs_run_at_once_and_end_in_order",
     ),
     Mutant(
         "job in the hands of a dying thread forgotten",
@@ -163,7 +163,7 @@ _LANES = (
         "        if died_with is not None:\n            self._pass_on(",
         "        if False:\n            self._pass_on(",
         "every job has an end",
-        test="tests/transfer/test_copy_ends.py::test_a_dead_thread_leaves_no_job_without_an_end",
+        test="tests/transfer/test_copy_completions.py::test_a_dead_thread_leaves_no_job_without_an_end",
     ),
     Mutant(
         "what a dying thread was to complete forgotten",

@@ -1,4 +1,4 @@
-"""Mutants of the connector for vLLM: keys, metrics, errors, and what is refused at the start."""
+"""Mutants of the connector for vLLM: keys, metrics, errors, and settings that are refused at the start."""
 
 from __future__ import annotations
 

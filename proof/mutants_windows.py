@@ -11,7 +11,7 @@ CACHE, PINS = "aoffload._kernel.cache", "aoffload._kernel.leases"
 LOADS, ADMISSION, PREEMPTION = "aoffload._kernel.loads", "aoffload._kernel.waiting", "aoffload._extensions.preemption"
 RECORDS, BASE = "aoffload._kernel.records", "aoffload._kernel.base"
 CACHE_TRANSFERS, INVALIDATION = "aoffload._extensions.prefetch", "aoffload._extensions.invalidation"
-TAKEN_BACK = "tests/core/test_taken_back.py"
+INVALIDATION_TESTS = "tests/core/test_invalidation.py"
 
 _WINDOWS = (
     Mutant(
@@ -166,7 +166,7 @@ _PREEMPTION = (
     ),
 )
 
-_TAKEN_BACK = (
+_INVALIDATION = (
     Mutant(
         "tombstones stay with the tail",
         "aoffload._kernel.records",
@@ -181,7 +181,7 @@ _TAKEN_BACK = (
         "        self.tombstones = tuple([unit for unit in units if unit.ids[0] not in ids])",
         "        self.tombstones = ()",
         "every block is in one hand",
-        test=f"{TAKEN_BACK}::test_what_two_have_computed_is_taken_back_by_the_first_after_a_reset",
+        test=f"{INVALIDATION_TESTS}::test_what_two_have_computed_is_taken_back_by_the_first_after_a_reset",
     ),
     Mutant(
         "who was resumed keeps a match that was taken back",
@@ -189,7 +189,7 @@ _TAKEN_BACK = (
         "[other for other in others if other in tainted or _leases_any(other, wrong)]",
         "[other for other in others if other not in tainted and _leases_any(other, wrong)]",
         "every block is in one hand",
-        test=f"{TAKEN_BACK}::test_who_was_resumed_has_all_its_room_when_its_match_is_taken_back",
+        test=f"{INVALIDATION_TESTS}::test_who_was_resumed_has_all_its_room_when_its_match_is_taken_back",
     ),
     Mutant(
         "what was read before a preemption is forgotten",
@@ -221,7 +221,7 @@ _TAKEN_BACK = (
         "max(request.hit_limit, request.num_computed_tokens // unit_tokens)",
         "request.sequence.num_tokens",
         "who may use no hit gets back what it has computed itself",
-        test=f"{TAKEN_BACK}::test_its_own_progress_is_not_more_than_it_may_read",
+        test=f"{INVALIDATION_TESTS}::test_its_own_progress_is_not_more_than_it_may_read",
     ),
     Mutant(
         "a reset clears who has read what was wrong",
@@ -229,7 +229,7 @@ _TAKEN_BACK = (
         "if request.num_units and request.epoch == self.cache.epoch:",
         "if request.num_units:",
         "who has to be aborted stays so",
-        test=f"{TAKEN_BACK}::test_a_reset_does_not_clear_who_has_read_what_was_wrong",
+        test=f"{INVALIDATION_TESTS}::test_a_reset_does_not_clear_who_has_read_what_was_wrong",
     ),
     Mutant(
         "resumed before it is refused",
@@ -237,7 +237,7 @@ _TAKEN_BACK = (
         "        if num_tokens is not None:\n            self._admission",
         "        if num_tokens is None:\n            self._admission",
         "a refusal changes nothing",
-        test=f"{TAKEN_BACK}::test_a_refused_resume_changes_nothing[0]",
+        test=f"{INVALIDATION_TESTS}::test_a_refused_resume_changes_nothing[0]",
     ),
     Mutant(
         "what hits without bytes sent away",
@@ -249,4 +249,4 @@ _TAKEN_BACK = (
     ),
 )
 
-WINDOW_MUTANTS = (*_WINDOWS, *_PREEMPTION, *_TAKEN_BACK)
+WINDOW_MUTANTS = (*_WINDOWS, *_PREEMPTION, *_INVALIDATION)

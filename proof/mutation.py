@@ -35,7 +35,7 @@ BATTERY = ("proof.mutation:walks", "proof.mutation:oracle", "proof.mutation:core
 """Functions of one argument (None here) that return {"violation": str | None, "runs": int}, cheap ones first."""
 TEST_RUN = ("pytest", "pytest_asyncio", "hypothesis", "uvloop")
 FIRST_TIMEOUT_S = 300.0
-LEFT_OUT = ("test_oracle.py", "test_contents.py", "test_soak.py", "test_*_machine*.py")
+LEFT_OUT = ("test_oracle.py", "test_random_walks.py", "test_soak.py", "test_*_machine*.py")
 """Tests that the first stages replace, and slow tests."""
 
 
@@ -45,7 +45,7 @@ LEFT_OUT = ("test_oracle.py", "test_contents.py", "test_soak.py", "test_*_machin
 def walks(_: JSON) -> JSON:
     """Random walks over every call of the ledger, with tagged bytes. A failure raises."""
     sys.path.insert(0, str(ROOT / "tests" / "core"))
-    from walk import Walk  # type: ignore[import-not-found]
+    from random_walk import Walk  # type: ignore[import-not-found]
 
     for seed in range(200):
         Walk(seed).run(150)

@@ -288,10 +288,10 @@ def _reap(pid: int) -> str:
 def _result(ending: Ending, message: bytes, status: str) -> ChildResult:
     if ending is not Ending.RETURNED:
         return ChildResult(ending, detail=status if ending is Ending.CRASHED else ending.value)
-    told = json.loads(message)
-    if "error" in told:
-        return ChildResult(Ending.RAISED, detail=told["error"])
-    return ChildResult(ending, told["value"])
+    message_read = json.loads(message)
+    if "error" in message_read:
+        return ChildResult(Ending.RAISED, detail=message_read["error"])
+    return ChildResult(ending, message_read["value"])
 
 
 def _tail(output: IO[bytes]) -> str:

@@ -41,7 +41,7 @@ FACES: tuple[Face, ...] = (
 """The faces in turn. Most programs are of a ledger, which makes the decisions: a call of a runtime takes twice as
 long. Planted defects are shown to these faces."""
 SEAM_FACES: tuple[Face, ...] = ("kernel", "meddled", "meddled-engine")
-"""The kernel without extensions, and ledgers with an extension that meddles at every hook."""
+"""The kernel without extensions, and ledgers with an extension that interferes at every hook."""
 ALL_FACES: tuple[Face, ...] = (*SEAM_FACES, *dict.fromkeys(FACES))
 NUM_CALLS = 48
 """The calls of a program, about."""
@@ -69,7 +69,7 @@ class ProgramPiece:
     def explore(self) -> dict[str, Any]:
         from .programs import explore_programs
 
-        return _told(self.face, explore_programs(self.face, self.first_seed, self.num_programs, NUM_CALLS))
+        return _as_json(self.face, explore_programs(self.face, self.first_seed, self.num_programs, NUM_CALLS))
 
 
 def pieces(num_programs: int, first_seed: int = 0) -> list[ProgramPiece]:
@@ -82,7 +82,7 @@ def pieces(num_programs: int, first_seed: int = 0) -> list[ProgramPiece]:
     return sorted(found, key=lambda piece: piece.face == "ledger")  # runtime programs take longest: first
 
 
-def _told(face: Face, found: ProgramTally) -> dict[str, Any]:
+def _as_json(face: Face, found: ProgramTally) -> dict[str, Any]:
     """A tally as JSON. Of the broken programs only the first is shortened."""
     return {
         "face": face,

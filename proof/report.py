@@ -1,4 +1,4 @@
-"""The report of the proof: lines of figures, each with its target, and the tables behind them."""
+"""The report of the proof: figures with their targets, and the tables that they summarise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aoffload.testing import FAULTS
 
 from . import report_mutants, report_programs
 from .awaits import NEVER_THERE, missed, waits
-from .lines import Line, at_least, table
+from .report_lines import Line, at_least, table
 from .scenarios import SCENARIOS
 
 __all__ = ["Report"]
@@ -131,13 +131,18 @@ class Report:
         return table(("scenario", "distinct traces", "what it is about"), rows)
 
     def _fault_table(self) -> str:
-        fates: dict[str, Counter[str]] = {kind: Counter() for kind in FAULTS}
+        outcomes: dict[str, Counter[str]] = {kind: Counter() for kind in FAULTS}
         for part in self.campaign:
             for kind, counts in part["fates"].items():
-                fates[kind].update(counts)
+                outcomes[kind].update(counts)
         faults = _sum(self.campaign, "faults")
         rows = [
-            (kind.name, kind.about, str(faults[kind.name]), *(str(fates[kind.name][fate]) for fate in "DRAX"))
+            (
+                kind.name,
+                kind.about,
+                str(faults[kind.name]),
+                *(str(outcomes[kind.name][letter]) for letter in "DRAX"),
+            )
             for kind in FAULTS.values()
         ]
         return table(("fault", "what happens", "runs", "D", "R", "A", "X"), rows)

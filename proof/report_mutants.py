@@ -8,16 +8,16 @@ from typing import Any
 
 import attrs
 
-from .lines import Line, table
+from .report_lines import Line, table
 from .verdicts import TWIN
 
-__all__ = ["Fate", "fates", "lines", "mutant_table"]
+__all__ = ["MutantVerdict", "mutant_verdicts", "lines", "mutant_table"]
 
 Rows = Sequence[dict[str, Any]]
 
 
 @attrs.frozen
-class Fate:
+class MutantVerdict:
     """The verdict on a mutant: a row for everything that it was shown to."""
 
     name: str
@@ -40,23 +40,23 @@ class Fate:
         return median_low(found) if found else 0
 
 
-def fates(rows: Rows) -> list[Fate]:
+def mutant_verdicts(rows: Rows) -> list[MutantVerdict]:
     """The fate of each mutant, by name."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["mutant"] != TWIN:
             found.setdefault(row["mutant"], []).append(row)
-    return [Fate(name, found[name]) for name in sorted(found)]
+    return [MutantVerdict(name, found[name]) for name in sorted(found)]
 
 
 def lines(rows: Rows) -> list[Line]:
-    all_of_them = fates(rows)
+    all_of_them = mutant_verdicts(rows)
 
-    def of(judge: str) -> list[Fate]:
-        return [fate for fate in all_of_them if fate.judge == judge]
+    def of(judge: str) -> list[MutantVerdict]:
+        return [verdict for verdict in all_of_them if verdict.judge == judge]
 
     tested = of("test")
-    survivors = [_survivor(fate) for fate in all_of_them if not fate.judge]
+    survivors = [_survivor(verdict) for verdict in all_of_them if not verdict.judge]
     return [
         Line("mutants caught in simulated runs of scenarios", "listed", _spread(of("scenarios")), True),
         Line("mutants caught by programs", "listed", _spread(of("programs")), True),
@@ -66,8 +66,8 @@ def lines(rows: Rows) -> list[Line]:
     ]
 
 
-def _spread(found: Sequence[Fate]) -> str:
-    after = sorted(fate.after("runs") for fate in found)
+def _spread(found: Sequence[MutantVerdict]) -> str:
+    after = sorted(verdict.after("runs") for verdict in found)
     return f"{len(found)}, median after {median_low(after):,}, most {after[-1]:,}" if found else "0"
 
 
@@ -84,21 +84,21 @@ def _twin_line(twins: Rows) -> Line:
 def mutant_table(rows: Rows) -> str:
     """The mutants in a markdown table."""
     head = ("mutant", "module", "promise it breaks", "caught by", "after", "calls", "shortened to", "of")
-    return table(head, map(_cells, fates(rows)))
+    return table(head, map(_cells, mutant_verdicts(rows)))
 
 
-def _survivor(fate: Fate) -> str:
-    """The name of a mutant that nothing catches, with the end of its judge where that has ended without a result."""
-    detail = str(fate.rows[-1]["detail"] or "")
-    return f"{fate.name} ({detail})" if detail else fate.name
+def _survivor(verdict: MutantVerdict) -> str:
+    """The name of a mutant that nothing catches, with the way in which its judge ended, if it has given no result."""
+    detail = str(verdict.rows[-1]["detail"] or "")
+    return f"{verdict.name} ({detail})" if detail else verdict.name
 
 
-def _cells(fate: Fate) -> tuple[str, ...]:
-    row = (fate.caught or fate.rows)[-1]
+def _cells(verdict: MutantVerdict) -> tuple[str, ...]:
+    row = (verdict.caught or verdict.rows)[-1]
     where = {"scenarios": " ".join(row["scenarios"]) or "all scenarios", "test": row["test"], "programs": "programs"}
-    figures = (str(fate.after(what) or "-") for what in ("runs", "calls", "shortest"))
+    figures = (str(verdict.after(what) or "-") for what in ("runs", "calls", "shortest"))
     module = row["module"].removeprefix("aoffload.")
-    oracle = (row["oracle"] or "SURVIVED") if fate.judge else "SURVIVED"
-    if len(fate.rows) > 1:
-        oracle += f", in {len(fate.caught)} of {len(fate.rows)} ranges"
-    return (fate.name, module, row["promise"], oracle, *figures, where[row["judge"]])
+    oracle = (row["oracle"] or "SURVIVED") if verdict.judge else "SURVIVED"
+    if len(verdict.rows) > 1:
+        oracle += f", in {len(verdict.caught)} of {len(verdict.rows)} ranges"
+    return (verdict.name, module, row["promise"], oracle, *figures, where[row["judge"]])

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from .features import refusal
-from .lines import Line, at_least, table
+from .report_lines import Line, at_least, table
 
 __all__ = ["Pairs", "lines", "tables"]
 

@@ -61,7 +61,7 @@ def _explore(number: int, depth: int) -> dict[str, Any]:
 
     name, backend = list(itertools.product(SCENARIOS, BACKENDS))[number]
     began_s = time.monotonic()
-    found = _told(Campaign(depth).run(name, backend))
+    found = _as_json(Campaign(depth).run(name, backend))
     print(f"{time.monotonic() - began_s:5.1f} s  {found['runs']} runs of {name} on {backend}", flush=True)
     return found
 
@@ -73,7 +73,7 @@ def _num_worlds() -> int:
     return len(SCENARIOS) * len(BACKENDS)
 
 
-def _told(tally: Tally) -> dict[str, Any]:
+def _as_json(tally: Tally) -> dict[str, Any]:
     """A tally as JSON."""
     return {
         "runs": tally.num_runs,

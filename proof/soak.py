@@ -47,7 +47,7 @@ NUM_THREADS = 6
 """Threads for forwards: at times fewer than forwards, so that some are cancelled before a thread has begun them."""
 REQUESTS_PER_SAMPLE = 16
 PATIENCE_S = 60.0
-"""How long threads whose tasks are gone may take to let go of their blocks."""
+"""How long threads whose tasks are gone may take to release their blocks."""
 HANG_S = 300.0
 """If no request has ended for that long, one hangs."""
 PR_SET_THP_DISABLE = 41
@@ -198,13 +198,13 @@ class Soak:
     async def _work(self) -> None:
         with anyio.move_on_after(HANG_S) as self._patience:
             async with anyio.create_task_group() as clients:
-                clients.start_soon(self._keeper)
+                clients.start_soon(self._reset_sometimes)
                 for _ in range(self._length.num_clients):
                     clients.start_soon(self._client)
         if self._patience.cancelled_caught:
             self._found.append(f"a request hangs: {[server.runtime for server in self._servers.values()]}")
 
-    async def _keeper(self) -> None:
+    async def _reset_sometimes(self) -> None:
         """Reset one of the caches, some time in the first half of every phase."""
         draw = random.Random(f"{self._seed} keeper {self._num_resets}")
         num_sessions = self._length.num_clients * self._length.num_sessions

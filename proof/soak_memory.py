@@ -99,7 +99,7 @@ class Compute:
     device: torch.device
     backend: Callable[[tuple[KVRegion, ...]], CopyBackend]
     give: Callable[[Callable[[], object]], object]
-    """Launch this on the stream, behind everything launched before. From any thread."""
+    """Launch this on the stream, after everything launched before. From any thread."""
     pause: Callable[[], object]
     """Launch something that takes a while."""
     finish: Callable[[], object]

@@ -20,11 +20,11 @@ from aoffload._transfer.local import LocalTransport
 from aoffload.testing import Memory, Violation
 from aoffload.testing.memory import OwnedPool
 
-__all__ = ["Held", "OwnedTransport", "Owners"]
+__all__ = ["OwnedBlocks", "OwnedTransport", "Owners"]
 
 
 @attrs.frozen
-class Held:
+class OwnedBlocks:
     """Blocks of a tier, with their owners at some moment."""
 
     memory: Memory
@@ -52,10 +52,10 @@ class Owners:
             memory = self._memories[tier.tier] = Memory(tier.tier, tier.pool.num_blocks + first)
             tier.pool = OwnedPool(tier.pool, memory, spoil if tier.tier is Tier.DEVICE else _nothing)
 
-    def held(self, tier: Tier, block_ids: Sequence[int]) -> Held:
+    def owned(self, tier: Tier, block_ids: Sequence[int]) -> OwnedBlocks:
         """These blocks with their current owners."""
         memory = self._memories[tier]
-        return Held(memory, list(block_ids), memory.generations(block_ids))
+        return OwnedBlocks(memory, list(block_ids), memory.generations(block_ids))
 
     def is_doomed(self, job_id: int) -> bool:
         """Whether the job will publish nothing, since it was given up: its source may have another owner."""
@@ -74,7 +74,7 @@ class OwnedTransport(LocalTransport):
         super().__init__(kv_caches, backend)
         self.owners: Owners | None = None
         self._report = report
-        self._held: dict[int, tuple[Held, Held]] = {}
+        self._held: dict[int, tuple[OwnedBlocks, OwnedBlocks]] = {}
 
     def open(self, num_host_blocks: int, *, deliver: Callable[[Completion], None], **options: Any) -> None:
         def over(completion: Completion) -> None:
@@ -86,11 +86,11 @@ class OwnedTransport(LocalTransport):
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
         if self.owners is not None:
-            source = self.owners.held(plan.source, plan.source_ids)
-            self._held[plan.job_id] = source, self.owners.held(plan.destination, plan.destination_ids)
+            source = self.owners.owned(plan.source, plan.source_ids)
+            self._held[plan.job_id] = source, self.owners.owned(plan.destination, plan.destination_ids)
         super().launch(plan, after)
 
-    def _check_hands(self, job_id: int, source: Held, destination: Held) -> None:
+    def _check_hands(self, job_id: int, source: OwnedBlocks, destination: OwnedBlocks) -> None:
         """Check both sides. `is_doomed` is asked last: a job is doomed before its source is freed."""
         assert self.owners is not None
         if problem := destination.problem(f"job {job_id}"):

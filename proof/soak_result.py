@@ -1,4 +1,4 @@
-"""What a soak has seen, and whether it has passed."""
+"""The counts of a soak, and its verdict."""
 
 from __future__ import annotations
 

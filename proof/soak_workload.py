@@ -18,7 +18,7 @@ from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, Request
 from aoffload._common.tiers import Tier
 
 from .soak_memory import HostMemory, MakeMemory
-from .soak_owners import Held, OwnedTransport, Owners
+from .soak_owners import OwnedBlocks, OwnedTransport, Owners
 
 __all__ = ["Conversation", "Interruption", "Server", "Ticket", "Workload", "WrongBytes"]
 
@@ -226,7 +226,7 @@ class Server:
 
     async def _forward(self, request: Request, ticket: Ticket, start: int, stop: int) -> None:
         ids, first, last = request.block_ids[0], start // BLOCK_SIZE, stop // BLOCK_SIZE
-        held = self._owners.held(Tier.DEVICE, ids[:last])
+        held = self._owners.owned(Tier.DEVICE, ids[:last])
         if ticket.forward == "thread":
             await self.runtime.run_step([request], lambda: self._compute(ids, ticket, first, last, held))
             return
@@ -238,7 +238,7 @@ class Server:
             self._compare(ids, ticket, last)
             self._check_hands(ticket, held)
 
-    def _compute(self, ids: list[int], ticket: Ticket, first: int, last: int, held: Held) -> None:
+    def _compute(self, ids: list[int], ticket: Ticket, first: int, last: int, held: OwnedBlocks) -> None:
         """A forward in a thread of its own. Its blocks are its own for as long as it runs."""
         self._compare(ids, ticket, first)
         self._write(ids, ticket, first, last)
@@ -279,7 +279,7 @@ class Server:
         with self._counting:
             self.num_checked += num_blocks
 
-    def _check_hands(self, ticket: Ticket, held: Held) -> None:
+    def _check_hands(self, ticket: Ticket, held: OwnedBlocks) -> None:
         if problem := held.problem(f"the forward of {ticket.name}"):
             self._report(problem)
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .beside import main as share_packages
+from .share_packages import main as share_packages
 
 ELSEWHERE = ("--python-version", "3.99", "--platform", "any")
 """An interpreter that no wheel was compiled for."""

@@ -41,7 +41,7 @@ class Launched:
     plan: TransferPlan
     after: Fence | None
     recorded: Fence | None = None
-    """For a load, and a store without `after`: the fence behind the compute under way at launch."""
+    """For a load, and a store without `after`: the fence after the compute under way at launch."""
 
     @property
     def may_start(self) -> bool:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks` prints every row, or says what is missing."""
+"""`python -m benchmarks` prints every row, or names the missing package."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def test_a_peer_answers_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_peer_that_is_not_installed_is_named() -> None:
-    """Whoever runs the benchmarks reads how to get the peer."""
+    """The message says how to install the peer."""
     with pytest.raises(peer.MissingPeerError, match="make bench-peers"):
         peer.Peer("unheard of")
 
 
 def test_a_missing_benchmark_is_named() -> None:
-    """Whoever runs it reads which module is missing, not a traceback."""
+    """The message names the missing module, without a traceback."""
     with pytest.raises(SystemExit, match=r"no benchmarks\.unheard_of"):
         list(collect(["unheard_of"], None))
 

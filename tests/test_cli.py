@@ -1,4 +1,4 @@
-"""The command `aoffload`, and what is said where an extra is missing."""
+"""The command `aoffload`, and its message when an extra is missing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_version_and_its_surroundings(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_version_is_the_changelog_s() -> None:
-    """What is installed has a section of its own in CHANGELOG.md, the first one behind what is not released."""
+    """What is installed has a section of its own in CHANGELOG.md, the first one after what is not released."""
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[:2] == ["Unreleased", PROJECT["version"]]
 

@@ -1,4 +1,4 @@
-"""What an installation brings: the page about it, and the lowest versions that are tested."""
+"""The packages that an installation brings: the page about them, and the lowest versions that are tested."""
 
 from __future__ import annotations
 

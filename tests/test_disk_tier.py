@@ -1,4 +1,4 @@
-"""What says where a disk tier is, and how large: checked before anything is made."""
+"""The settings of a disk tier: they are checked before anything is created."""
 
 from __future__ import annotations
 

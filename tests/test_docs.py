@@ -1,4 +1,4 @@
-"""What the documentation says is there, and what it shows runs."""
+"""The documentation matches the package, and its examples run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from aoffload._observe import log as telemetry
 from aoffload._runtime.handles import Handle
 from aoffload.host_cache import EngineRequest
 from aoffload.ledger import Build, LedgerExtension
-from proof import house
+from proof import architecture
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "aoffload"
@@ -103,7 +103,7 @@ def test_every_name_for_tests_is_documented() -> None:
 
 
 def test_what_the_page_of_testing_shows_runs_and_prints_what_it_says() -> None:
-    """Each program in docs/testing.md is whole, finds nothing, and the block behind it is its output."""
+    """Each program in docs/testing.md is whole, finds nothing, and the block after it is its output."""
     page = ROOT / "docs/testing.md"
     for code, shown in zip(code_blocks(page, "python"), code_blocks(page, "text"), strict=True):
         printed = io.StringIO()
@@ -120,7 +120,7 @@ def test_what_the_page_of_testing_shows_runs_and_prints_what_it_says() -> None:
     ],
 )  # fmt: skip
 def test_every_public_member_of_the_main_classes_is_documented(kind: type) -> None:
-    """Whoever reads docs/api.md has seen every method, property and option there is."""
+    """docs/api.md lists every method, property and option there is."""
     methods = {
         name
         for name, member in inspect.getmembers(kind)
@@ -238,7 +238,7 @@ def test_blocks_of_a_page_are_python(page: Path) -> None:
 
 
 def test_the_page_about_a_ledger_in_a_loop_wires_one() -> None:
-    """The blocks of docs/ledger_loop.md, one behind the other, are a program."""
+    """The blocks of docs/ledger_loop.md, one after the other, are a program."""
     namespace: dict[str, Any] = {}
     for code in code_blocks(DOCS / "ledger_loop.md", "python"):
         exec(compile(code, "ledger_loop.md", "exec"), namespace)
@@ -258,7 +258,7 @@ def test_settings_of_the_page_are_the_same_in_a_file_and_in_the_environment(tmp_
 
 
 def test_the_program_about_keeping_runs_and_prints_what_it_says() -> None:
-    """The program in docs/pins.md is whole, and the block behind it is its output."""
+    """The program in docs/pins.md is whole, and the block after it is its output."""
     page = ROOT / "docs/pins.md"
     (code,), (shown,) = code_blocks(page, "python"), code_blocks(page, "text")
     printed = io.StringIO()
@@ -269,13 +269,13 @@ def test_the_program_about_keeping_runs_and_prints_what_it_says() -> None:
 
 def test_the_house_is_drawn_as_it_is() -> None:
     """The drawing in docs/architecture.md has the rooms, floors and imports of the package, and its lines of code but
-    for a tenth. `python -m proof.house --write docs/architecture.md` draws it anew."""
+    for a tenth. `python -m proof.architecture --write docs/architecture.md` draws it anew."""
     text = ARCHITECTURE.read_text()
-    assert house.is_current(text)
-    drawn = text.split(house.BEGIN)[1].split(house.END)[0]
-    assert not house.is_current(text.replace(drawn, drawn.replace(" _kernel ", " _kernal ", 1)))
-    assert not house.is_current(text.replace(drawn, re.sub(r"(_kernel +│) +[\d,]+", r"\1  9,900", drawn)))
-    assert {room.num_lines > 0 and bool(room.phrase) for room in house.rooms()} == {True}
+    assert architecture.is_current(text)
+    drawn = text.split(architecture.BEGIN)[1].split(architecture.END)[0]
+    assert not architecture.is_current(text.replace(drawn, drawn.replace(" _kernel ", " _kernal ", 1)))
+    assert not architecture.is_current(text.replace(drawn, re.sub(r"(_kernel +│) +[\d,]+", r"\1  9,900", drawn)))
+    assert {entry.num_lines > 0 and bool(entry.phrase) for entry in architecture.packages()} == {True}
 
 
 def test_members_that_the_page_about_the_inside_names_exist() -> None:
@@ -298,7 +298,7 @@ def test_members_that_the_page_about_the_inside_names_exist() -> None:
 
 
 def test_the_tutorial_shows_the_example_line_by_line() -> None:
-    """The blocks of docs/tutorial.md one behind the other are examples/own_engine.py, and nothing is left out."""
+    """The blocks of docs/tutorial.md one after the other are examples/own_engine.py, and nothing is left out."""
     program = OWN_ENGINE.read_text().partition('"""\n\n')[2]
     shown = [line for block in code_blocks(TUTORIAL, "python") for line in block.splitlines() if line]
     assert shown == [line for line in program.splitlines() if line]
@@ -321,7 +321,7 @@ def test_numbers_about_tuning_are_measured_ones() -> None:
 
 
 def test_readme_code_runs_and_prints_what_it_says() -> None:
-    """The ten-line use is a whole program, and the block behind it is its output."""
+    """The ten-line use is a whole program, and the block after it is its output."""
     (code,) = code_blocks(README, "python")
     shown = code_blocks(README, "text")[0]
     printed = io.StringIO()

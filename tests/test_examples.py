@@ -1,4 +1,4 @@
-"""The examples: short, whole programs that print what they say."""
+"""The examples: short, complete programs with the output that they describe."""
 
 from __future__ import annotations
 
@@ -88,5 +88,5 @@ def test_the_proof_of_the_own_engine_notices_a_wrong_byte(
 
 @each_example
 def test_is_listed_in_the_readme(example: Path) -> None:
-    """Whoever reads the README finds every example."""
+    """The README names every example."""
     assert f"examples/{example.name}" in (ROOT / "README.md").read_text()

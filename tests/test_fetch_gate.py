@@ -1,4 +1,4 @@
-"""The gate of fetches, in numbers: what it compares, and what it measures."""
+"""The fetch gate: its comparison, and its measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rooms of the package and the one direction between them, read from the imports."""
+"""The packages of aoffload and the direction of their imports, read from the source."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLOORS = (
     "demo testing trace top plan _vllm _reference _observe.metrics _observe.kv_events integrations metrics kv_events",
     "__main__",
 )
-"""Rooms, the lowest first: a folder, or a module that stands on another floor than its folder. A room imports from its
+"""Packages, the lowest first: a folder, or a module on another floor than its folder. A package imports from its
 own floor and from lower ones. The kernel imports no feature, because every feature stands above it."""
 FACES = ("ledger", "host_cache", "transport", "ranks", "cuda", "stores", "integrations")
 """Where public names are imported from that are defined further down."""
@@ -36,7 +36,7 @@ TOOLS = ("demo", "testing", "trace", "plan", "top")
 MOST_FLAT_MODULES, MOST_PLAIN_FILES = 10, 30
 """Both keep the way in short: 9 and 7 as this is written."""
 PURE = " ".join(FLOORS[2:6])
-"""The core: rooms that decide, and neither wait nor move a byte."""
+"""The core: packages that decide, and neither wait nor move bytes."""
 MOST_KERNEL_FILES, LONGEST_CHAIN = 22, 16
 """Both are lamps: a number that grows is given its reason here. The chain of the core was 12 while the ledger named the
 features, which stood beside each other below it; they stand above it now, and the assembly and `HostCache` above
@@ -79,16 +79,16 @@ def dotted(path: Path) -> str:
     return ".".join(part for part in path.with_suffix("").parts if part != "__init__")
 
 
-def is_in(module: str, rooms: str) -> bool:
-    return any(module == room or module.startswith(f"{room}.") for room in rooms.split())
+def is_in(module: str, packages: str) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages.split())
 
 
 def floor_of(module: str) -> int:
-    """The floor of the longest room name that begins `module`; -1 if no room has it."""
-    rooms = {room: number for number, names in enumerate(FLOORS) for room in names.split()}
+    """The floor of the longest package name that begins `module`; -1 if there is none."""
+    packages = {package: number for number, names in enumerate(FLOORS) for package in names.split()}
     parts = module.split(".")
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((rooms[name] for name in names if name in rooms), -1)
+    return next((packages[name] for name in names if name in packages), -1)
 
 
 CORE = [path for path in MODULES if is_in(dotted(path), PURE) and path.stem != "__init__"]
@@ -129,7 +129,7 @@ def test_every_module_has_a_room() -> None:
 
 
 def test_imports_go_down() -> None:
-    """A room imports from its own floor and lower ones; types may be named upwards. The kernel imports no feature."""
+    """A package imports from its own floor and lower ones; types may be upwards. The kernel imports no feature."""
     upwards: set[str] = set()
     for path in MODULES:
         here = dotted(path)
@@ -272,7 +272,7 @@ def test_a_field_is_written_in_one_room() -> None:
         if path.parts[0] != "_kernel":
             for field in written(path) & fields:
                 found.setdefault(".".join(path.with_suffix("").parts), set()).add(field)
-    assert {room: " ".join(sorted(fields)) for room, fields in found.items()} == WRITTEN_BY_FEATURES
+    assert {package: " ".join(sorted(fields)) for package, fields in found.items()} == WRITTEN_BY_FEATURES
 
 
 def written(path: Path) -> set[str]:

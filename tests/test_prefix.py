@@ -1,4 +1,4 @@
-"""Prefixes at the door: what is taken, what is refused by name, and digests that depend on content alone."""
+"""Prefixes: accepted and refused arguments, and digests that depend on content alone."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_appending_reads_like_a_longer_prompt() -> None:
 @settings(max_examples=200)
 @given(ids=tokens, more=st.lists(st.integers(0, 3), max_size=8), start=st.integers(0, 30))
 def test_what_is_hashed_ahead_is_what_publishing_hashes(ids: list[int], more: list[int], start: int) -> None:
-    """Where the longest runs end behind `start`, and nowhere else, the running hash is there before anybody asks."""
+    """Where the longest runs end after `start`, and nowhere else, the running hash is there before anybody asks."""
     unit, most = 2, 4
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("aoffload._kernel.tokens.MAX_RUN_TOKENS", most * unit)

@@ -18,7 +18,7 @@ MAX_NAMES = 41
 
 
 def test_the_package_itself_has_few_names() -> None:
-    """Whoever looks at `aoffload` sees what a program around the runtime needs, and nothing else."""
+    """`aoffload` has the names that a program around the runtime needs, and no others."""
     assert len(aoffload.__all__) <= MAX_NAMES
     assert dir(aoffload) == sorted(aoffload.__all__)
 

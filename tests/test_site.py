@@ -82,7 +82,7 @@ def pages(site: Path) -> dict[Path, Elements]:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    """Whoever looks at the navigation sees every page, and nothing there leads nowhere."""
+    """The navigation has every page, and each of its links exists."""
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     listed = {name for name in navigated(CONFIG["nav"]) if not name.startswith("reference/")}
     assert pages - listed == set()

@@ -31,7 +31,10 @@ ELSEWHERE = {
     "docs/testing.md": ("tests/test_docs.py", "test_what_the_page_of_testing_shows_runs_and_prints_what_it_says"),
     "docs/extending.md": ("tests/test_examples.py", "test_the_page_about_extending_shows_the_examples"),
     "docs/pins.md": ("tests/test_docs.py", "test_the_program_about_keeping_runs_and_prints_what_it_says"),
-    "docs/howto/it-hangs.md": ("tests/trace/test_stuck.py", "test_what_the_page_shows_is_what_its_programs_print"),
+    "docs/howto/it-hangs.md": (
+        "tests/trace/test_hanging_programs.py",
+        "test_the_page_shows_what_its_programs_print",
+    ),
 }
 """Pages with whole programs, and the tests that compare what they print with what the page says."""
 

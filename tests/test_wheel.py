@@ -1,4 +1,4 @@
-"""What is released: built from this tree, and installed outside of it where there is only what it requires."""
+"""The wheel: built from this tree, and installed elsewhere with only its requirements."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Built:
         with zipfile.ZipFile(self.wheel) as archive:
             return set(archive.namelist())
 
-    def said(self, name: str) -> str:
+    def file_text(self, name: str) -> str:
         with zipfile.ZipFile(self.wheel) as archive:
             return archive.read(f"{NAME}.dist-info/{name}").decode()
 
@@ -153,16 +153,19 @@ def test_the_wheel_is_the_package(built: Built) -> None:
     assert "aoffload/plan/assets/plan.html" in inside
     assert inside == tracked("aoffload")
     assert [name for name in inside if {"programs", "proof", "tests"} & {*Path(name).parts}] == []
-    assert built.said("licenses/LICENSE") == (ROOT / "LICENSE").read_text()
+    assert built.file_text("licenses/LICENSE") == (ROOT / "LICENSE").read_text()
 
 
 def test_the_wheel_says_what_the_project_says(built: Built) -> None:
     """Name, version, Python, extras and licence."""
-    said = message_from_string(built.said("METADATA"))
-    assert (said["Name"], said["Version"]) == ("aoffload", PROJECT["version"])
-    assert (said["Requires-Python"], said["License-Expression"]) == (PROJECT["requires-python"], PROJECT["license"])
-    assert set(said.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
-    wanted = [text for text in said.get_all("Requires-Dist", []) if "extra ==" not in text]
+    metadata = message_from_string(built.file_text("METADATA"))
+    assert (metadata["Name"], metadata["Version"]) == ("aoffload", PROJECT["version"])
+    assert (metadata["Requires-Python"], metadata["License-Expression"]) == (
+        PROJECT["requires-python"],
+        PROJECT["license"],
+    )
+    assert set(metadata.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
+    wanted = [text for text in metadata.get_all("Requires-Dist", []) if "extra ==" not in text]
     assert {str(Requirement(text)) for text in wanted} == {str(Requirement(text)) for text in PROJECT["dependencies"]}
 
 
@@ -204,12 +207,12 @@ NEEDS = {
 
 def test_every_missing_extra_names_itself(installed: Environment) -> None:
     """Not one of them is there, and each says so by its name."""
-    said = installed.python(
+    output = installed.python(
         "from aoffload import MissingExtra\n"
         f"for extra, code in {NEEDS!r}.items():\n"
         "    try:\n        exec(code)\n    except MissingExtra as error:\n        print(extra, error.extra, error)\n"
     )
-    lines = said.splitlines()
+    lines = output.splitlines()
     assert [line.split()[:2] for line in lines] == [[extra, extra] for extra in NEEDS]
     installs = {line.split()[0]: line.partition("pip install ")[2] for line in lines}
     assert installs == {extra: "vllm" if extra == "vllm" else f"'aoffload[{extra}]'" for extra in NEEDS}
@@ -217,9 +220,9 @@ def test_every_missing_extra_names_itself(installed: Environment) -> None:
 
 def test_the_demo_runs_outside_of_the_clone(installed: Environment) -> None:
     """A real model, a device pool too small for its prompts, the same answers; and its log can be looked at."""
-    said = installed.run("aoffload", "demo", "--requests", "8", "--log", "demo.log")
-    assert "8 requests in " in said
-    assert said.count("tokens and logits equal to the reference bit for bit") == 2
+    output = installed.run("aoffload", "demo", "--requests", "8", "--log", "demo.log")
+    assert "8 requests in " in output
+    assert output.count("tokens and logits equal to the reference bit for bit") == 2
     summary = installed.run("aoffload", "trace", "demo.log")
     assert "0 aborted, 0 unfinished" in summary
     installed.run("aoffload", "trace", "demo.log", "html", "demo.html")

@@ -1,4 +1,4 @@
-"""A rate of writes: so much a second, whenever it is looked at."""
+"""A write rate in bytes a second, independent of the times of its calls."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Attacks on all that listens, over real sockets and processes: what each of them costs, beside a limit. Linux only."""
+"""Attacks on every listening socket and process, with the measured cost of each attack and its limit. Linux only."""

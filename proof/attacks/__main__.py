@@ -1,4 +1,4 @@
-"""`python -m proof.attacks`: attack all that listens, and print what it costs; with `--tree`, that of another checkout.
+"""`python -m proof.attacks`: runs all attacks and prints their costs. `--tree` attacks another checkout.
 
 Most of an attack is waiting, so two are made at a time, each on a victim of its own; those that measure how long a
 client waits come first, alone.

@@ -1,4 +1,4 @@
-"""Who is answered, and what an answer says."""
+"""Attacks on access: which requests are answered, and which information the answers reveal."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def failures(tree: Path) -> Iterator[Figure]:
         with ThreadPoolExecutor(4) as clients:
             waiting = [clients.submit(ask, victim.port, "/v1/completions", FIELDS) for _ in range(4)]
             answers = [each.result() for each in waiting]
-    yield Figure("A5", attack, "clients that are told it, or of others", sum(map(_says_too_much, answers)), 0)
+    yield Figure("A5", attack, "clients that are told it, or of others", sum(map(_leaks, answers)), 0)
     yield Figure("A5", attack, "clients that are told of an error", sum(a.status == 500 for a in answers), 4, "", True)
 
 
-def _says_too_much(answer: Answer) -> bool:
+def _leaks(answer: Answer) -> bool:
     return SECRET.encode() in answer.body or b"cmpl-" in answer.body
 
 
@@ -61,8 +61,8 @@ def pages(tree: Path) -> Iterator[Figure]:
         found += [ask(victim.port, "/v1/completions", FIELDS, {**JSON, **key}).status for key in KEYS]
     yield Figure("A6", f"{len(found)} requests without the key", "answered", sum(s not in (0, 401) for s in found), 0)
     with serving(tree, "--host=0.0.0.0") as victim:
-        said = len(victim.said.splitlines())
-    yield Figure("A6", "--host 0.0.0.0 and no key", "lines of warning", said, 1, "", True)
+        num_lines = len(victim.stderr_text.splitlines())
+    yield Figure("A6", "--host 0.0.0.0 and no key", "lines of warning", num_lines, 1, "", True)
 
 
 KEYS: tuple[dict[str, str], ...] = (
@@ -79,8 +79,8 @@ def redirects(tree: Path) -> Iterator[Figure]:
     """Paths with a slash too many, and the host of the client's choice."""
     with serving(tree) as victim:
         found = [_location(victim, path) for path in ("/v1/completions/", "/v1/chat/completions/", "/health/")]
-    told = sum("evil" in location for location in found)
-    yield Figure("A7", "a slash too many, Host: evil.example", "redirected there", told, 0)
+    num_found = sum("evil" in location for location in found)
+    yield Figure("A7", "a slash too many, Host: evil.example", "redirected there", num_found, 0)
 
 
 def _location(victim: Victim, path: str) -> str:

@@ -36,14 +36,14 @@ def pipelines(tree: Path) -> Iterator[Figure]:
     yield Figure("E1", attack, "memory at most", grown, 100.0, "MB")
 
 
-def _push(clients: Crowd, said: bytes) -> None:
+def _push(clients: Crowd, data: bytes) -> None:
     """Say as much of it on each connection as goes without waiting, again and again for some seconds."""
     until_s, sent = time.monotonic() + 6.0, dict.fromkeys(clients.sockets, 0)
     while time.monotonic() < until_s:
         for client in clients.sockets:
             client.setblocking(False)
             with suppress(OSError):
-                sent[client] += client.send(said[sent[client] % 45 :])
+                sent[client] += client.send(data[sent[client] % 45 :])
         time.sleep(0.01)
 
 
@@ -60,7 +60,7 @@ def endless(tree: Path) -> Iterator[Figure]:
     }
     with serving(tree, f"--read-timeout={READ_TIMEOUT_S}") as victim:
         before = victim.mb
-        longest_s = max(_until_cut_s(victim, *said) for said in parts.values())
+        longest_s = max(_until_cut_s(victim, *data) for data in parts.values())
         grown = victim.peak_mb - before
         status = ask(victim.port, "/v1/completions", BODY).status
     attack = f"{len(parts)} parts of a request without end"
@@ -96,7 +96,7 @@ def smuggled(tree: Path) -> Iterator[Figure]:
         b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n" + LENGTH.encode() + b"\r\n\r\n" + BODY,
     ]
     with serving(tree) as victim:
-        served = sum(b"200 OK" in raw(victim.port, said, 2.0) for said in cases)
+        served = sum(b"200 OK" in raw(victim.port, data, 2.0) for data in cases)
         status = ask(victim.port, "/v1/completions", BODY).status
     yield Figure("E3", f"{len(cases)} requests of two meanings", "served", served, 0)
     yield Figure("E3", f"{len(cases)} requests of two meanings", "a new client is answered", status == 200, 1, "", True)

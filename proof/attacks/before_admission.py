@@ -1,4 +1,4 @@
-"""What clients can take before a request of theirs is admitted: descriptors, headers, bodies, unread answers."""
+"""Resources that clients can use before admission: descriptors, headers, bodies, unread answers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def connections(tree: Path) -> Iterator[Figure]:
             began_s = time.monotonic()
             ratio = known.mean_s() / alone_s
             time.sleep(max(0.0, began_s + 5.0 - time.monotonic()))
-            said = len(victim.said)
+            num_written = len(victim.stderr_text)
     yield Figure("A1", attack, "a connected client's answer, times as long", ratio, 2.0)
-    yield Figure("A1", attack, "written on stderr in 5 s", said / 1e3, 10.0, "kB")
+    yield Figure("A1", attack, "written on stderr in 5 s", num_written / 1e3, 10.0, "kB")
 
 
 def headers(tree: Path) -> Iterator[Figure]:

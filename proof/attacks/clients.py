@@ -58,12 +58,12 @@ def head(path: str = "/v1/completions", *lines: str) -> bytes:
     return "\r\n".join(about).encode("latin-1")
 
 
-def raw(port: int, said: bytes, timeout_s: float = TIMEOUT_S) -> bytes:
+def raw(port: int, data: bytes, timeout_s: float = TIMEOUT_S) -> bytes:
     """All that the server answers to these bytes until it closes, or says nothing for so long."""
     found = b""
     with socket.create_connection(("127.0.0.1", port), timeout_s) as client:
         with suppress(OSError):
-            client.sendall(said)
+            client.sendall(data)
             while part := client.recv(65536):
                 found += part
     return found
@@ -105,7 +105,7 @@ class Crowd:
     port: int
     sockets: list[socket.socket] = field(default_factory=list)
 
-    def connect(self, num: int, said: bytes = b"") -> None:
+    def connect(self, num: int, data: bytes = b"") -> None:
         """Connect, and say the same thing on each connection as far as the server takes it."""
         for _ in range(num):
             client = socket.socket()
@@ -114,7 +114,7 @@ class Crowd:
             client.settimeout(TIMEOUT_S)
             with suppress(OSError):  # the server has closed it
                 client.connect(("127.0.0.1", self.port))
-                client.sendall(said)
+                client.sendall(data)
 
     def wait_answered(self, num: int, for_s: float = 60.0) -> None:
         """Wait until so many of them could read something. Nothing is read."""

@@ -72,7 +72,7 @@ def _publishing(tree: Path) -> Iterator[tuple[Victim, str, str]]:
     with started(tree, [str(PROGRAMS / "publisher.py")]) as victim:
         if not victim.first_line:
             victim.process.wait()
-            raise RuntimeError(victim.said)
+            raise RuntimeError(victim.stderr_text)
         endpoint, replay = victim.first_line.split()
         yield victim, endpoint, replay
 
@@ -83,8 +83,8 @@ def _speaking(address: str, kind: bytes) -> Iterator[socket.socket]:
     host, port = address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), GUARD_MS / 1000) as peer:
         peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-        with peer.makefile("rb", buffering=0) as said:
-            said.read(64)
+        with peer.makefile("rb", buffering=0) as stream:
+            stream.read(64)
         ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
         peer.sendall(b"\x04" + bytes([len(ready)]) + ready)
         peer.recv(256)  # its own: from here on messages are taken

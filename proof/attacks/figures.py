@@ -1,4 +1,4 @@
-"""What an attack has cost: a line of the table, and its verdict."""
+"""A cost of an attack: a row of the table, and its verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator can do wrong, signals, and logs: on a full disk, of malformed requests, of many open requests."""
+"""Mistakes of an operator, signals, and logs: on a full disk, with malformed requests, with many open requests."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def full_disks(tree: Path) -> Iterator[Figure]:
     """A log on a disk that is full, and the end of the server."""
     with serving(tree, "--log=/dev/full") as victim:
         answers = [Known(victim.port).answer_s() for _ in range(3)]
-        before = len(victim.said.splitlines())
+        before = len(victim.stderr_text.splitlines())
         status = victim.end()
-        said = victim.said
+        stderr_text = victim.stderr_text
     yield Figure("C2", "--log on a full disk", "answers that come", sum(s < NEVER for s in answers), 3, "", True)
     yield Figure("C2", "--log on a full disk", "lines that say so, before the end", before, 1, "", True)
-    yield Figure("C2", "--log on a full disk", "lines of traceback at SIGTERM", _num_traced(said), 0)
+    yield Figure("C2", "--log on a full disk", "lines of traceback at SIGTERM", _num_traced(stderr_text), 0)
     yield Figure("C2", "--log on a full disk", "exit status", NEVER if status is None else abs(status), 0)
 
 
@@ -48,11 +48,11 @@ def half_bodies(tree: Path) -> Iterator[Figure]:
         halves.connect(20, head("/v1/completions", "content-length: 9") + b"{")
         Known(victim.port).answer_s()
         victim.process.send_signal(signal.SIGTERM)
-        told = sum(b" 503 " in first for first in halves.first_bytes())
+        num_found = sum(b" 503 " in first for first in halves.first_bytes())
         status = victim.end()
-        said = victim.said
-    yield Figure("C3", attack, "told 503", told, 20, "", True)
-    yield Figure("C3", attack, "written on stderr", len(said) / 1e3, 1.0, "kB")
+        stderr_text = victim.stderr_text
+    yield Figure("C3", attack, "told 503", num_found, 20, "", True)
+    yield Figure("C3", attack, "written on stderr", len(stderr_text) / 1e3, 1.0, "kB")
     yield Figure("C3", attack, "exit status", NEVER if status is None else abs(status), 0)
 
 
@@ -102,8 +102,8 @@ def malformed(tree: Path) -> Iterator[Figure]:
         for number in range(1000):
             clients.connect(1, f"GET / HTTP/9.{number}\r\nx\r\n\r\n".encode())
         answer_s = Known(victim.port).answer_s()
-        said = len(victim.said)
-    yield Figure("D", attack, "written on stderr", said / 1e3, 5.0, "kB")
+        num_written = len(victim.stderr_text)
+    yield Figure("D", attack, "written on stderr", num_written / 1e3, 5.0, "kB")
     yield Figure("D", attack, "a client in order is answered", answer_s < NEVER, 1, "", True)
 
 
@@ -120,8 +120,8 @@ def words(tree: Path) -> Iterator[Figure]:
     )
     yield Figure("D", f"{len(blames)} options that cannot be had", "errors with another name", wrong, 0)
     bare = "import sys; sys.modules['prometheus_client'] = None; import aoffload.metrics"
-    said = ended(tree, "-c", bare).stderr.decode()
-    yield Figure("D", "no prometheus_client", "errors without the extra's name", "aoffload[metrics]" not in said, 0)
+    error = ended(tree, "-c", bare).stderr.decode()
+    yield Figure("D", "no prometheus_client", "errors without the extra's name", "aoffload[metrics]" not in error, 0)
     with ExitStack() as stack:
         log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "events.log.gz"
         log.write_bytes(gzip.compress(_begun(1).encode()))
@@ -129,5 +129,5 @@ def words(tree: Path) -> Iterator[Figure]:
     yield Figure("D", "a compressed log", "exit status of trace", status, 0)
 
 
-def _num_traced(said: str) -> int:
-    return said.count("Traceback") + said.count('  File "')
+def _num_traced(stderr_text: str) -> int:
+    return stderr_text.count("Traceback") + stderr_text.count('  File "')

@@ -1,4 +1,4 @@
-"""Ranks that are stopped: by a debugger, by a full disk under them, by whoever may send signals."""
+"""Ranks stopped by a debugger, by a full disk, or by a signal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _ranks(tree: Path) -> Iterator[tuple[Victim, list[int]]]:
         pids = [int(word) for word in victim.first_line.split()]
         if len(pids) != 2:
             victim.process.wait()
-            raise RuntimeError(victim.said)
+            raise RuntimeError(victim.stderr_text)
         try:
             yield victim, pids
         finally:

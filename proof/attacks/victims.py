@@ -64,7 +64,7 @@ class Victim:
         return found
 
     @property
-    def said(self) -> str:
+    def stderr_text(self) -> str:
         """All that it wrote on stderr."""
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace")
@@ -114,7 +114,7 @@ def serving(tree: Path, *options: str, num_files: int | None = None) -> Iterator
     with started(tree, [*SERVER, "--model", "tiny", "--port", "0", *known], num_files) as victim:
         if not victim.first_line:
             victim.process.wait()
-            raise RuntimeError(victim.said)
+            raise RuntimeError(victim.stderr_text)
         yield victim
 
 

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from proof.lines import Line
 from proof.mutants_disk import DISK_MUTANTS
 from proof.planting import Ending, in_child, preload
+from proof.report_lines import Line
 from proof.workers import share_out
 
 FEWEST_LIVES = 2
@@ -29,11 +29,11 @@ TIMEOUT_S = 3600.0
 
 def stories(argument: Any) -> dict[str, Any]:
     """Tell the stories of seeds `[first, stop)`; of `until_broken`, up to the first that breaks a law."""
-    from .story import told
+    from .story import run_story
 
     counts, broken = Counter[str](), []
     for seed in range(argument["first"], argument["stop"]):
-        story, law = told(seed, erases=1 + seed % MOST_ERASES if argument.get("erases") else 0)
+        story, law = run_story(seed, erases=1 + seed % MOST_ERASES if argument.get("erases") else 0)
         counts += story.counts
         counts["stories"] += 1
         if law is not None:
@@ -54,16 +54,16 @@ def calls(argument: Any) -> dict[str, Any]:
 def explored(num_seeds: int, first: int, num_lives: int, num_swept: int, num_workers: int) -> Iterator[Line]:
     """Run the stories of `num_seeds` seeds, stories of at least `num_lives` lives in which erasures fail, and the first
     `num_swept` stories with each of their calls failed."""
-    yield _line("crash model, stories", _told(first, num_seeds, num_workers))
+    yield _line("crash model, stories", _run_stories(first, num_seeds, num_workers))
     if num_lives:
-        told = _told(first, -(-num_lives // FEWEST_LIVES), num_workers, erases=True)
-        yield _line("crash model, each k-th erasure of what was taken back failed or short", told)
+        parts = _run_stories(first, -(-num_lives // FEWEST_LIVES), num_workers, erases=True)
+        yield _line("crash model, each k-th erasure of invalidated KV failed or short", parts)
     if num_swept:
         swept = share_out(lambda number: calls({"first": first + number}), num_swept, num_workers)
         yield _line("crash model, every call failed in each way", swept)
 
 
-def _told(first: int, num_seeds: int, num_workers: int, **options: bool) -> list[dict[str, Any]]:
+def _run_stories(first: int, num_seeds: int, num_workers: int, **options: bool) -> list[dict[str, Any]]:
     stop = first + num_seeds
     starts = range(first, stop, PIECE)
 

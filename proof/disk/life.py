@@ -1,4 +1,4 @@
-"""One life: a process that has the slots open, and the laws for what it is told and finds.
+"""One life: a process with open slots, and the laws for the results of its calls.
 
 bytes      a block that counts as loaded has the bytes of its prompt, none from before the last reset, and none that
            were invalidated, if the process lived until they were forgotten
@@ -25,9 +25,9 @@ from aoffload._tiers.disk.plans import RestoredRun
 from aoffload._tiers.disk.slots import DiskOutcome, DiskSlots
 from aoffload._tiers.disk.table import data_sum
 
+from .hanging_calls import HangingCall
+from .prompts import Key, Path, World
 from .simulated_disk import SimulatedDisk
-from .strands import Strand
-from .world import Key, Path, World
 
 __all__ = ["Broken", "Life", "TurnedOff", "hold", "open_slots"]
 
@@ -82,9 +82,9 @@ class Life:
         self.unlabelled: set[Key] = set()
         self.free: list[int] = []
         self.rows = list(range(world.num_host))
-        self.parked: list[tuple[Strand, Job]] = []
+        self.parked: list[tuple[HangingCall, Job]] = []
         self.running: Job | None = None
-        self.strand: Strand | None = None
+        self.strand: HangingCall | None = None
         """The one that runs, if a thread of its own does what is done now."""
         self.has_lost = False
         """Whether a write was told as done and was not."""
@@ -201,7 +201,7 @@ class Life:
         )
 
     def _wanted(self, root: int, prompt: Path, component: int) -> list[Key]:
-        """The blocks of some units that are not held: behind what is held, or in a window anywhere."""
+        """The blocks of some units that are not held: after what is held, or in a window anywhere."""
         lengths = range(1, len(prompt) + 1)
         missing = [n for n in lengths if self.world.keys(root, prompt[:n], component)[0] not in self.held]
         if not self.world.layout.leading[component]:
@@ -308,7 +308,7 @@ class Life:
             done(work())
             self.running = None
             return
-        self.strand = Strand(work, done)
+        self.strand = HangingCall(work, done)
         if self.rng.random() < 0.2 or not self.strand.step():  # it waits behind a call that hangs, or hangs itself
             self._give_up(job)
             self.parked.append((self.strand, job))

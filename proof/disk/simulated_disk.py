@@ -1,4 +1,4 @@
-"""A disk that loses, tears and reorders what it was told, behind the same file protocol as that of the system.
+"""A disk that loses, tears and reorders writes. It implements the file protocol of the system's disk.
 
 A process sees its own writes at once. Until a file is synced, each of its pages (`PAGE_BYTES`) may be there in any
 version that it had since: `lose_power` picks one for each. `kill` ends only the process, whose writes stay.

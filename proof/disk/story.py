@@ -12,10 +12,10 @@ import attrs
 from aoffload.errors import ConfigError
 
 from .life import Broken, Life, TurnedOff, hold, open_slots
+from .prompts import World
 from .simulated_disk import Crash, DiskFault, IOCall, SimulatedDisk
-from .world import World
 
-__all__ = ["Story", "every_call", "told"]
+__all__ = ["Story", "every_call", "run_story"]
 
 KINDS = (
     (DiskFault.ERROR, 3), (DiskFault.PART_ERROR, 2), (DiskFault.NO_SPACE, 1), (DiskFault.SHORT, 3), (DiskFault.LOST, 1),
@@ -219,7 +219,7 @@ class Story:
             self._life.has_lost |= fault is DiskFault.LOST
 
 
-def told(seed: int, at: Mapping[int, DiskFault] | None = None, erases: int = 0) -> tuple[Story, Broken | None]:
+def run_story(seed: int, at: Mapping[int, DiskFault] | None = None, erases: int = 0) -> tuple[Story, Broken | None]:
     """The story of `seed`, and the law that it breaks, if any."""
     story = Story(seed, at, erases)
     try:
@@ -235,7 +235,7 @@ def every_call(seed: int) -> tuple[int, Broken | None]:
     num_stories = 0
     for kind in DiskFault:
         for k in itertools.count():
-            story, broken = told(seed, {k: kind})
+            story, broken = run_story(seed, {k: kind})
             num_stories += 1
             if broken is not None:
                 return num_stories, Broken(broken.law, f"{broken} (seed {seed}, call {k}, {kind.name})")

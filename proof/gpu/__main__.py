@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from .environment import CONNECTIONS
-from .keeping import REPORT, Kept, keeping
 from .parts import PARTS, PHASES, PROBE_S, SMALL, Part, limits_of
 from .report import PartReport
+from .results import REPORT, Results, saving
 from .running import GRACE_S, Clock, Ends, ends_within, run_process
 
 __all__ = ["look", "main", "run_parts"]
@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     _warn(found)
     about = f"{DRY}; {found['about']}" if given.small else found["about"]
-    kept = Kept(WORK, about, found["environment"], given.out)
+    kept = Results(WORK, about, found["environment"], given.out)
     deadline_s = time.monotonic() + (limits_of(given.parts) if given.seconds is None else given.seconds)
-    ends = keeping(kept.keep, ends_within)
+    ends = saving(kept.keep, ends_within)
     return run_parts(given.parts, kept, deadline_s, missing=found["missing"], ends=ends, is_small=given.small)
 
 
@@ -112,7 +112,7 @@ def _warn(found: dict[str, Any]) -> None:
 
 def run_parts(
     parts: Sequence[Part],
-    kept: Kept,
+    kept: Results,
     deadline_s: float,
     *,
     missing: Collection[str] = (),
@@ -138,7 +138,7 @@ def run_parts(
 
 
 def _run(
-    part: Part, kept: Kept, limit_s: float, missing: Collection[str], ends: Ends, clock: Clock, is_small: bool
+    part: Part, kept: Results, limit_s: float, missing: Collection[str], ends: Ends, clock: Clock, is_small: bool
 ) -> PartReport:
     if lacks := [name for name in part.needs if name in missing]:
         return kept.refuse(part, f"not run: {', '.join(lacks)} {'is' if len(lacks) == 1 else 'are'} missing")

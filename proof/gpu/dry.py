@@ -20,10 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from .__main__ import DRY, look, run_parts
-from .keeping import Kept
 from .parts import PARTS, SMALL, Part, limits_of
 from .readings import ALL_TESTS
 from .report import PartReport
+from .results import Results
 
 __all__ = ["build_stub", "fake_environment", "main", "problems"]
 
@@ -77,7 +77,7 @@ def _run(parts: Sequence[Part]) -> int:
         if "problem" in found or missing:
             print(f"gpu-dry: not run, since {found.get('problem') or f'{missing} are missing'}", file=sys.stderr)
             return 2
-        kept = Kept(work, f"{DRY}; {found['about']}", found["environment"])
+        kept = Results(work, f"{DRY}; {found['about']}", found["environment"])
         patient = [replace(part, limit_s=PATIENCE * part.limit_s) for part in parts]
         run_parts(patient, kept, time.monotonic() + limits_of(patient), is_small=True)
     reports = kept.report().parts

@@ -1,4 +1,4 @@
-"""What figures of a device depend on besides its name: driver, link, clocks, NUMA node, and limits of memory.
+"""Properties of a machine that affect its figures: driver, link, clocks, NUMA node, and limits of memory.
 
 It imports nothing but the standard library. Each line is read on its own, so that a file or a command that is missing
 costs only that line.

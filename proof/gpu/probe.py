@@ -44,11 +44,11 @@ def _device(missing: Iterable[str]) -> dict[str, Any]:
 
     if torch.version.cuda is None:
         return {"problem": f"torch {torch.__version__} was built without CUDA"}
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         is_available = torch.cuda.is_available()
     if not is_available:
-        why = "".join(f": {' '.join(str(each.message).split())}" for each in said[:1])
+        why = "".join(f": {' '.join(str(each.message).split())}" for each in warned[:1])
         return {"problem": f"torch sees no CUDA device{why}"}
     if problem := _imported():
         return {"problem": problem}

@@ -1,4 +1,4 @@
-"""Readers of what a part has written: each takes the text, and returns its figures as readings, by source."""
+"""Readers of the output of a part. Each takes the text and returns its figures as readings, by source."""
 
 from __future__ import annotations
 

@@ -14,9 +14,10 @@ was planned, `settle` says how one copy ends. On an engine, `ask` matches again,
 `sparse` names null blocks, `tick` lets its clock go on.
 
 On a runtime, `who` is a client, `of` another one whose request it calls for. `hurry=True` does not wait for the call,
-`give_up_s` puts a scope around it. `num` is a number of tokens, `by` one beyond what is known, `back` one behind what
-is computed. `style` of a step: "inline", "thread", "held". `call("cancel", who="a", how="native", after=2)` strikes
-when the client was suspended twice more; `fault` injects, `configure` sets options, `close` leaves the runtime.
+`give_up_s` puts a scope around it. `num` is a number of tokens, `by` is counted from the end of the known tokens, and
+`back` backwards from the end of the computed ones. `style` of a step: "inline", "thread", "held".
+`call("cancel", who="a", how="native", after=2)` cancels when the client was suspended twice more; `fault` injects,
+`configure` sets options, `close` leaves the runtime.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .explore import (
     run_program,
 )
 from .program import Call, Face, GroupShape, Outcome, Program, World, draw_world
-from .shortening import as_test
+from .shrinking import as_test
 from .vocabulary import calls_of
 
 __all__ = [

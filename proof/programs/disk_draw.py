@@ -62,7 +62,7 @@ class DiskDraw(ABC):
             return [Call("demote", {"name": self._name("e"), **known})]
         return [Call("watermark")] if policy.startswith("lazy") else []
 
-    def down_and_wrong(self) -> list[Call]:
+    def store_and_invalidate_on_disk(self) -> list[Call]:
         """What a forward has computed goes down to the disk, and then it turns out that the forward has failed. After a
         restart nothing of it may be there."""
         rng, who = self.rng, self._name("w")

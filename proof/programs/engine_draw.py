@@ -22,7 +22,7 @@ _S = RequestState
 WEIGHTS = {
     "admit": 5, "go_on": 14, "transfer": 8, "land": 2, "serve": 4, "evict": 1.5, "any_request": 1.5, "ask": 1,
     "invalidate": 0.9, "release": 1.2, "pin": 0.6, "unpin": 0.4, "lapse": 0.2, "reset": 0.4, "late": 0.6,
-    "stray": 0.4, "again": 0.2, "lookup": 0.2, "tick": 0.4, "wrong": 0.4, "twins": 0.8,
+    "stray": 0.4, "again": 0.2, "lookup": 0.2, "tick": 0.4, "wrong": 0.4, "same_prompt": 0.8,
     "decline": 2, "offer_deferred": 2,
 }  # fmt: skip
 CORE = ("admit", "go_on", "transfer", "land", "serve", "evict", "offer_deferred")
@@ -87,7 +87,7 @@ class EngineDraw(RemoteDraw, JobDraw):
             ))  # fmt: skip
         return args
 
-    def _twins(self) -> Call:
+    def _same_prompt(self) -> Call:
         """Several requests want a prompt that the host may have: one of them loads it."""
         rng, prompt = self.rng, self.prompts.identity()
         self.prompts.served(prompt["tokens"])
@@ -103,7 +103,7 @@ class EngineDraw(RemoteDraw, JobDraw):
     def _sequence(self) -> Call:
         world, evicts = self.machine.world, [Call("evict")]
         if world.cell_units and (not world.num_disk_blocks or self.rng.random() < 0.5):
-            tells = self.out_and_back if self.rng.random() < 0.5 else self.out_and_wrong
+            tells = self.store_and_fetch if self.rng.random() < 0.5 else self.store_and_invalidate_in_remote_store
             first, *self._ahead = tells(evicts, allocates=False)
         else:
             first, *self._ahead = self.down_and_up(evicts, restarts=False)
@@ -114,7 +114,7 @@ class EngineDraw(RemoteDraw, JobDraw):
         client, rng = self._one(), self.rng
         if client is None:
             return None
-        if client.is_told:
+        if client.must_end:
             return Call("release", {"who": client.name, "reason": "prefix_invalidated"})
         if client.record.state is _S.MATCHED:
             return Call("ask", {"who": client.name})

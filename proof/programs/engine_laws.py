@@ -52,13 +52,13 @@ class EngineLaws(Laws):
         """A block is held once for each job that touches it, and no other block is held."""
         check_held(self._machine.ledger, self._machine.pool)
 
-    def _nobody_elses(self) -> None:
+    def _foreign_blocks(self) -> None:
         """A block that a copy may write to is in no block table but that of the copy's request."""
         check_written_to(self._machine.ledger, {client.name: client for client in self._machine.clients.values()})
 
     def _readable(self) -> None:
         for client in self._machine.clients.values():
-            if client.record.state is RequestState.RUNNING and not client.is_told:
+            if client.record.state is RequestState.RUNNING and not client.must_end:
                 self._machine.read(client, client.tables, client.num_computed)
 
     def _progress(self, call: Call) -> None:

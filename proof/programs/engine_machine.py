@@ -93,7 +93,7 @@ class EngineMachine(EngineState, Machine):
         return f"{client.record.match}"
 
     def do_decline(self, who: str, from_token: int) -> str:
-        """Compute what the host has behind `from_token`."""
+        """Compute what the host has after `from_token`."""
         client = self.clients.get(who)
         if client is None or client.record.state is not _S.PINNED or client.marks:
             return "skipped"
@@ -143,13 +143,13 @@ class EngineMachine(EngineState, Machine):
         """Requests whose load is over compute the rest. Tokens that were not loaded get other blocks: a copy may still
         write to the old ones."""
         loading = [client for client in self.clients.values() if client.record.state is _S.LOADING]
-        said = ends_a_job()
+        problem_found = ends_a_job()
         for client in loading:
             if client.record.state is not _S.RUNNING:
                 continue
             self._note("load lost", client.record.num_lost_tokens > 0)
             self._loaded(client, client.num_computed)
-        return said
+        return problem_found
 
     def _loaded(self, client: EngineClient, before: int) -> None:
         """Let a running request go on from what is there; `before`: the tokens that it had before the load."""
@@ -165,7 +165,7 @@ class EngineMachine(EngineState, Machine):
     ) -> str:
         """A forward up to token `stop`, which samples `new`. `offers`: the result is offered at once."""
         client = self.clients.get(who)
-        if client is None or client.record.state not in (_S.PINNED, _S.RUNNING) or client.is_told:
+        if client is None or client.record.state not in (_S.PINNED, _S.RUNNING) or client.must_end:
             return "skipped"
         start = client.num_computed
         stop = max(start, client.record.num_computed_tokens, min(stop, len(client.text.tokens) + len(new)))
@@ -219,20 +219,20 @@ class EngineMachine(EngineState, Machine):
         client = self.clients.get(who)
         if client is None or client.unoffered or client.record.num_computed_tokens != client.num_computed:
             return "skipped"
-        told = self.ledger.invalidate(client.record, from_token)
-        self._forget(client, from_token, told)
+        affected = self.ledger.invalidate(client.record, from_token)
+        self._forget(client, from_token, affected)
         for block_id in self.pool.all_cached():
             if any(cell.marks & self.bytes.invalid for cell in self.bytes.tiers[0][block_id]):
                 self.pool.forget(block_id)
         self._go_back(client, from_token // self.unit * self.unit)
         self.features.add("invalidate")
-        self._note("told", told)
+        self._note("told", affected)
         self._nobody_else_has_it(client)
-        return f"{[record.request_id for record in told]}"
+        return f"{[record.request_id for record in affected]}"
 
     def _go_back(self, client: EngineClient, start: int) -> None:
         client.num_computed = min(client.num_computed, start)
-        client.is_told |= not self.own.go_back(client, start)  # it has to leave if what it would read is not there
+        client.must_end |= not self.own.go_back(client, start)  # it has to leave if what it would read is not there
         del client.marks[start:]
 
     def _nobody_else_has_it(self, author: EngineClient) -> None:
@@ -242,7 +242,7 @@ class EngineMachine(EngineState, Machine):
             for block in blocks:
                 for cell in block:
                     found |= cell.marks
-            if client is not author and not client.is_told and found & self.bytes.invalid:
+            if client is not author and not client.must_end and found & self.bytes.invalid:
                 raise Violation("not told", f"{client.name} goes on with what a failed forward has left")
 
     def do_release(self, who: str, reason: str = "closed_early") -> str:
@@ -250,7 +250,7 @@ class EngineMachine(EngineState, Machine):
         if (client := self.clients.pop(who, None)) is None:
             return "skipped"
         self.take(self.ledger.release(client.record, reason))
-        self.own.let_go(client)
+        self.own.free(client)
         self._ended.append(who)
         self._forget_ended()
         return str(client.record.state.name)
@@ -285,12 +285,12 @@ class EngineMachine(EngineState, Machine):
 
     def do_reset(self, tier: str | None = None) -> str:
         """Also empties the engine's own cache. Requests that have computed nothing ask again."""
-        said = super().do_reset(tier)
+        problem_found = super().do_reset(tier)
         if tier is None:
             self.do_evict()
             for name in self.clients:
                 self.do_ask(name)
-        return said
+        return problem_found
 
     def do_tick(self, seconds: float) -> str:
         self.now += seconds

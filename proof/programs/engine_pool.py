@@ -38,7 +38,7 @@ class EnginePool:
         self._cached: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
 
-    def told(self) -> Any:
+    def engine_blocks(self) -> Any:
         """The `engine_blocks` of a ledger: methods only, so that a ledger's fingerprint leaves the pool out."""
         return SimpleNamespace(hold=self.hold, give=self.give)
 
@@ -112,7 +112,7 @@ class EnginePool:
 class FindingPool(EnginePool):
     """A pool that can find cached blocks which a request's tables name no more (`find`)."""
 
-    def told(self) -> Any:
+    def engine_blocks(self) -> Any:
         return SimpleNamespace(hold=self.hold, give=self.give, find=self.find)
 
     def find(self, request_id: str, group: int, start: int, stop: int) -> Sequence[int]:

@@ -114,10 +114,10 @@ class EngineActor(Actor):
         self._ready(served, await self.stage.attempt_async(f"wait {served.name}", pending.wait, self._give_up_s(args)))
 
     def _ready(self, served: EngineServed, num_ready: int | None) -> None:
-        if num_ready is None or served.is_told:
+        if num_ready is None or served.must_end:
             return
         served.look()
-        served.told_again(num_ready)
+        served.accept_second_answer(num_ready)
         if served.request.match.num_host_tokens:
             self.stage.met("load")
         if served.request.num_lost_tokens:

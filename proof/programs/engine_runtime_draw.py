@@ -12,13 +12,13 @@ from aoffload._kernel.states import RequestState
 
 from .program import Call, World, without_laziness
 from .runtime_draw import STATES, Drawing, draw_runtime_world
-from .runtime_odds import ENGINE_ODDS
+from .runtime_weights import ENGINE_ODDS
 
 __all__ = ["EngineDrawing", "draw_engine_options", "draw_engine_world"]
 
 
 def draw_engine_world(rng: random.Random) -> World:
-    """Draw a world, often with room for several requests: none waits for room, as engines of programs do not."""
+    """Draw a world, often with room for several requests: none waits for free blocks, as engines of programs do not."""
     world = without_laziness(draw_runtime_world(rng))
     return attrs.evolve(world, num_device_blocks=world.num_device_blocks * rng.choice((1, 2, 3)))
 
@@ -53,12 +53,12 @@ class EngineDrawing(Drawing):
         found.append(Call("flush", {"who": names[0]}))
         return [*found, Call("evict", {"who": names[0]})] if rng.random() < 0.85 else found
 
-    def _away(self, name: str) -> Call:
+    def _evict_prompt(self, name: str) -> Call:
         """Take prompts out of the engine's cache, by a request that takes its blocks."""
         filler = tuple(self.rng.randint(4, 9) for _ in range(self.rng.randint(1, max(2, min(40, self._room)))))
         return Call("serve", {"who": name, "tokens": filler, "store": "none"})
 
-    def _twins(self, name: str) -> Call:
+    def _same_prompt(self, name: str) -> Call:
         """Several clients want the same prompt, of which host memory may have some: one of them loads it."""
         rng, names = self.rng, list(self._states)
         tokens = self._tokens() + tuple(rng.randint(1, 3) for _ in range(rng.choice((0, 1, 4))))

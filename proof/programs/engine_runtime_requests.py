@@ -1,4 +1,4 @@
-"""A request under a runtime, as an engine with blocks of its own sees it: block tables, and what a load has brought."""
+"""A request of a runtime over engine-owned blocks, seen by its engine: block tables, and results of loads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class EngineServed(Served):
     @property
     def is_asking(self) -> bool:
         """Whether it may ask again, or load: it has computed nothing."""
-        return self.request.state in _ASKING and not self.has_computed and not self.is_told
+        return self.request.state in _ASKING and not self.has_computed and not self.must_end
 
     @property
     def is_answered(self) -> bool:
@@ -57,7 +57,7 @@ class EngineServed(Served):
     def may_compute(self) -> bool:
         self.look()
         is_ready = self.request.state is RequestState.RUNNING or self.is_answered
-        return is_ready and not self.is_told and not self.is_spent
+        return is_ready and not self.must_end and not self.is_spent
 
     def take_hit(self, fewer: int) -> int:
         """Name what the engine's own cache has now in place of what the tables name."""
@@ -111,12 +111,12 @@ class EngineServed(Served):
         self.own.loaded(self, before, num_ready, is_whole=num_ready >= request.match.num_tokens)
         self.check_ready(num_ready)
 
-    def goes_back_to(self, num_ready: int) -> None:
-        super().goes_back_to(num_ready)
+    def fall_back_to(self, num_ready: int) -> None:
+        super().fall_back_to(num_ready)
         self.is_spent |= not self.own.go_back(self, num_ready)
 
     def check_match(self, *, is_first: bool) -> None:
-        """As of any request, of what lies behind the engine's own hit."""
+        """As of any request, of what lies after the engine's own hit."""
         match, ask = self.request.match, self.ask
         if match.num_tokens >= len(self.tokens):
             raise Violation("hit cap", f"{self.name} hits {match.num_tokens} of {len(self.tokens)} tokens")
@@ -132,7 +132,7 @@ class EngineServed(Served):
     def has_written(self) -> None:
         """A forward is over: its whole blocks hit from now on."""
         is_of_before = self.born != self.engine.num_resets  # some of its KV is of old weights
-        if not self.is_told and not self.is_spent and not is_of_before:
+        if not self.must_end and not self.is_spent and not is_of_before:
             self.own.cache(self, self.num_written(self.chain))
 
     def offered(self, num_computed: int) -> None:

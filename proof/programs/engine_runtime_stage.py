@@ -46,7 +46,7 @@ class EngineStage(Stage):
 
         def blocks_on(memory: Memory) -> Any:
             self.pool = pool_of(world, memory)
-            return self.pool.told()
+            return self.pool.engine_blocks()
 
         engine = super()._engine(blocks_on=blocks_on)
         layout, nulls = engine.runtime.ledger.layout, world.num_device_blocks % 4 < 2
@@ -87,7 +87,7 @@ class EngineStage(Stage):
     def left(self, served: Served) -> None:
         assert isinstance(served, EngineServed)
         super().left(served)
-        self.own.let_go(served)
+        self.own.free(served)
         if self.pool.prefixes.get(served.name) == served.prefix and not self._is_deferred(served.name):
             del self.pool.prefixes[served.name]
 

@@ -48,7 +48,11 @@ class EngineState(LedgerState):
         self.now = 0.0
         self.pool: EnginePool = pool_of(world)
         cache = HostCache(
-            world.config(), world.num_device_blocks, self.pool.told(), clock=lambda: self.now, observer=self.recorder
+            world.config(),
+            world.num_device_blocks,
+            self.pool.engine_blocks(),
+            clock=lambda: self.now,
+            observer=self.recorder,
         )
         with_handles(cache)
         return cache

@@ -1,5 +1,5 @@
-"""What an engine with blocks of its own does with them: block tables that hit its prefix cache, grow, shrink, and lose
-what lies before a window. The same for a ledger's engine and for a runtime's."""
+"""Block tables of an engine with its own blocks: they hit its prefix cache, grow, shrink, and lose blocks before a
+window. Used over a `HostCache` and over a runtime."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class EngineTables:
         self.drop(client.tables)
         client.tables = tables
 
-    def let_go(self, client: HasTables) -> None:
+    def free(self, client: HasTables) -> None:
         self.change(client, [])
 
     def grow(self, client: HasTables, num_tokens: int, skipped_before: int = 0) -> bool:

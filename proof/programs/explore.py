@@ -19,6 +19,7 @@ from aoffload.testing.violations import Violation
 
 from .engine_draw import EngineDraw
 from .engine_machine import EngineMachine
+from .extensions import ExtendedEngineMachine, ExtendedMachine, KernelDraw, KernelMachine
 from .ledger_machine import LedgerMachine
 from .ledger_sequences import LedgerSequences
 from .machine import Machine
@@ -36,8 +37,7 @@ from .program import (
     with_learning,
     without_laziness,
 )
-from .seam import KernelDraw, KernelMachine, MeddledEngineMachine, MeddledMachine
-from .shortening import shorten
+from .shrinking import shorten
 
 __all__ = [
     "Broken",
@@ -76,9 +76,9 @@ def _of_an_engine(world: World) -> World:
 LEDGERS: Mapping[str, _Kind] = {
     "ledger": _Kind(LedgerMachine, LedgerSequences, lambda world: with_learning(with_a_store(with_a_disk(world)))),
     "kernel": _Kind(KernelMachine, KernelDraw, lambda world: attrs.evolve(world, store_policy="eager")),
-    "meddled": _Kind(MeddledMachine, LedgerSequences, lambda world: with_learning(with_a_store(with_a_disk(world)))),
+    "meddled": _Kind(ExtendedMachine, LedgerSequences, lambda world: with_learning(with_a_store(with_a_disk(world)))),
     "engine": _Kind(EngineMachine, EngineDraw, _of_an_engine),
-    "meddled-engine": _Kind(MeddledEngineMachine, EngineDraw, _of_an_engine),
+    "meddled-engine": _Kind(ExtendedEngineMachine, EngineDraw, _of_an_engine),
 }
 
 

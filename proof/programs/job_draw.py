@@ -1,4 +1,4 @@
-"""Draws calls about jobs, alike for every kind of ledger: what becomes of planned copies."""
+"""Draws calls that launch, complete and fail jobs, for every kind of ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls about the disk, and what a simulated disk keeps of them: the records of its slots, over restarts."""
+"""Calls about the disk, and a simulated disk that keeps the records of its slots over restarts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class DiskCalls(JobCalls):
 
     def do_fetch(self, name: str, tokens: Sequence[int], salt: str | None = None, told: int | None = None) -> str:
         prefix = Prefix.of(Root("programs", salt), tokens)
-        transfer = self.ledger.fetches.fetch(prefix, num_remote_tokens=self._told(prefix, told))
+        transfer = self.ledger.fetches.fetch(prefix, num_remote_tokens=self._num_stored_tokens(prefix, told))
         self.cache_transfers[name] = transfer
         self.take(transfer.plans)
         self._note("fetch", transfer.plans)
@@ -84,7 +84,7 @@ class DiskCalls(JobCalls):
         )
         return f"{transfer} {transfer.num_blocks}"
 
-    def _told(self, prefix: Prefix, told: int | None) -> int:
+    def _num_stored_tokens(self, prefix: Prefix, told: int | None) -> int:
         """Tokens that a remote store is said to have."""
         return 0
 

@@ -112,7 +112,7 @@ class LedgerDraw(RemoteDraw, JobDraw):
         if client is None:
             return None
         record, rng, who = client.record, self.rng, client.name
-        if client.is_told:
+        if client.must_end:
             return Call("release", {"who": who, "reason": "prefix_invalidated"})
         if record.waiter is not None:
             return Call("accept", {"who": who}) if record.waiter.is_over else None
@@ -149,15 +149,15 @@ class LedgerDraw(RemoteDraw, JobDraw):
         if record.num_steps:
             return self._end()
         done, length = record.num_computed_tokens, self._length(client)
-        room = record.num_units * self.machine.unit
+        num_free = record.num_units * self.machine.unit
         if done >= length and length >= self.prompts.most_tokens + 6:
             return Call("release", {"who": client.name})
-        if done >= length - 1 and room < length + 1 and rng.random() < 0.7:
+        if done >= length - 1 and num_free < length + 1 and rng.random() < 0.7:
             return Call(
                 rng.choice(("extend", "extend", "queue_extension")), {"who": client.name, "num_tokens": length + 2}
             )
         new = self.prompts.tokens(rng.choice((1, 1, 2))) if rng.random() < 0.5 else []
-        stop = min(room, length) if rng.random() < 0.6 else rng.randint(done, max(done, min(room, length)))
+        stop = min(num_free, length) if rng.random() < 0.6 else rng.randint(done, max(done, min(num_free, length)))
         return Call("compute", {"who": client.name, "stop": max(done, stop), "new": new if stop >= length else []})
 
     def _any_request(self) -> Call | None:
@@ -209,8 +209,8 @@ class LedgerDraw(RemoteDraw, JobDraw):
     def _evict(self) -> Call:
         """Ask for all the room there is, or a little less: unused prefixes lose their blocks, tail first."""
         machine = self.machine
-        room = machine.ledger.statistics().device
-        units = (room.num_free + room.num_cached) // machine.ledger.layout.width
+        num_free = machine.ledger.statistics().device
+        units = (num_free.num_free + num_free.num_cached) // machine.ledger.layout.width
         return Call(
             "evict",
             {

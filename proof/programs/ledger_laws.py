@@ -33,7 +33,7 @@ class Laws:
     def after(self, call: Call, number: int) -> None:
         self._progress(call)
         if self._machine.steps or self._ledger.jobs.unsettled:
-            self._nobody_elses()
+            self._foreign_blocks()
         if number % self._whole_every == 0 or call.name in ("invalidate", "reset", "preempt", "fork", "end"):
             self._whole()
         if call.name in ("settle", "land", "load", "accept", "abandon", "invalidate", "reset"):
@@ -76,11 +76,11 @@ class Laws:
         """Every running request could go on with the right bytes, unless it was told to abort."""
         for client in self._machine.clients.values():
             record = client.record
-            if record.state is RequestState.RUNNING and not client.is_told and not _in_doubt(record):
+            if record.state is RequestState.RUNNING and not client.must_end and not _in_doubt(record):
                 tables = self._ledger.block_ids(record)
                 self._machine.read(client, tables, record.num_computed_tokens)
 
-    def _nobody_elses(self) -> None:
+    def _foreign_blocks(self) -> None:
         """Blocks that a step or a job touches are neither free nor private to another request."""
         free = set(self._ledger.cache.tiers[Tier.DEVICE].pool.free_ids())
         for step in self._machine.steps.values():
@@ -116,17 +116,17 @@ class Laws:
         """The first waiter waits only while its room is missing. If only waiters hold room, one of them is granted room
         or fails."""
         ledger = self._ledger
-        line = ledger.admission.queue
-        for first in (line.extending or line.allocating)[:1]:
+        wait_queue = ledger.admission.queue
+        for first in (wait_queue.extending or wait_queue.allocating)[:1]:
             if ledger.admission.num_missing(first.request, first.num_units) <= ledger.admission.num_available:
                 raise Violation("a wait without a need", f"after {call}: {first} waits and there is room")
-        if line.is_empty or ledger.jobs.unsettled or self._machine.steps:
+        if wait_queue.is_empty or ledger.jobs.unsettled or self._machine.steps:
             return
         for record in ledger.live_requests.values():
             waits = record.waiter is not None and not record.waiter.is_over
             if record.holds_device_blocks and not waits:
                 return
-        raise Violation("progress", f"after {call}: {line} waits for nobody, {ledger.statistics()}")
+        raise Violation("progress", f"after {call}: {wait_queue} waits for nobody, {ledger.statistics()}")
 
     def at_rest(self) -> None:
         """With no request left, nothing is held: every block is free or cached."""

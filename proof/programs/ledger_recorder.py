@@ -26,20 +26,20 @@ class Recorder:
     """Checks that every state change begins in the state in which the one before ended. At each event it calls the
     ledger, which has completed its change, and then raises, which must not reach the ledger."""
 
-    __slots__ = ("calls_to", "num_told", "observe", "problem")
+    __slots__ = ("calls_to", "num_events", "observe", "problem")
     # All but `problem` are functions: the fingerprint of a ledger leaves out their closures.
 
     def __init__(self) -> None:
         states: dict[int, tuple[Any, Any]] = {}
         raised = itertools.cycle((ValueError, Rude))
         calls: Iterator[Callable[[], object]] = iter(())
-        num_told = 0
+        num_events = 0
         self.problem = ""
         """The first violation: an event out of order, or a call that found the ledger in the middle of a change."""
 
         def observe(event: Event) -> None:
-            nonlocal num_told
-            num_told += 1
+            nonlocal num_events
+            num_events += 1
             old, new = getattr(event, "old", None), getattr(event, "new", None)
             if old is not None:
                 about: Any = type(event)
@@ -68,6 +68,6 @@ class Recorder:
             )
 
         def how_often() -> int:
-            return num_told
+            return num_events
 
-        self.observe, self.calls_to, self.num_told = observe, calls_to, how_often
+        self.observe, self.calls_to, self.num_events = observe, calls_to, how_often

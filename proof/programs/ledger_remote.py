@@ -1,4 +1,4 @@
-"""Calls about a remote store, and what a simulated one keeps of them: cells by digest, which others lose and spoil."""
+"""Calls about a remote store, and a simulated store of cells by digest. Other servers remove and corrupt cells."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class RemoteCalls(DiskCalls):
     def _is_revoked(self, found: _Object) -> bool:
         return found.number is not None and self.removals.has_revoked(found.cell, found.number)
 
-    def _told(self, prefix: Prefix, told: int | None) -> int:
+    def _num_stored_tokens(self, prefix: Prefix, told: int | None) -> int:
         """`told`: cells that the store is said to have, however many it has. None: it has been asked just now."""
         if not self.world.cell_units:
             return 0

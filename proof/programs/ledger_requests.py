@@ -181,7 +181,7 @@ class RequestCalls(StepCalls):
             sampled_marks=client.text.sampled_marks[:],
         )
         self.clients[child] = Client(
-            child, fork.request, text, client.num_prompt, client.is_told, client.born, oldest=client.oldest
+            child, fork.request, text, client.num_prompt, client.must_end, client.born, oldest=client.oldest
         )
         self.features.add("fork")
         return f"{fork.copies}" + self._tables(self.clients[child])
@@ -189,10 +189,10 @@ class RequestCalls(StepCalls):
     def do_invalidate(self, who: str, from_token: int) -> str:
         if (client := self.clients.get(who)) is None:
             return "skipped"
-        told = self.ledger.invalidation.invalidate(client.record, from_token)
-        self._forget(client, from_token, told)
+        affected = self.ledger.invalidation.invalidate(client.record, from_token)
+        self._forget(client, from_token, affected)
         for other in self.clients.values():
-            if other is not client and not other.is_told and other.text.marks & self.bytes.invalid:
+            if other is not client and not other.must_end and other.text.marks & self.bytes.invalid:
                 raise Violation("not told", f"{other.name} goes on with what a failed forward has sampled")
         for step in self.steps.values():
             for forward in step.forwards:
@@ -200,8 +200,8 @@ class RequestCalls(StepCalls):
                 is_over = self.clients.get(forward.client.name) is not forward.client
                 forward.is_void |= forward.client is client or is_over
         self.features.add("invalidate")
-        self._note("told", told)
+        self._note("told", affected)
         self._require(
             client.record.sequence.num_tokens == len(client.text.tokens), "tokens are kept or lost", client.record
         )
-        return f"{[record.request_id for record in told]}"
+        return f"{[record.request_id for record in affected]}"

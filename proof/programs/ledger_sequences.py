@@ -26,16 +26,20 @@ class LedgerSequences(LedgerDraw):
         super().__init__(rng, machine)
         self._ahead: list[Step] = []
         self._sequences: tuple[Callable[[], list[Step]], ...] = (
-            self._kept_and_wanted,
+            self._pin_and_request,
             self._forked,
             self._reset_between,
         )
         if machine.world.num_host_blocks:
-            self._sequences += (self._away_and_back,) * 4
+            self._sequences += (self._demote_and_load,) * 4
         if machine.world.num_disk_blocks:
-            self._sequences += (self._down_and_up,) * 4 + (self._down_and_wrong,)
+            self._sequences += (self._store_and_fetch_from_disk,) * 4 + (self._store_and_invalidate_on_disk,)
         if machine.world.cell_units:
-            self._sequences += (self._away_and_back,) * 4 + (self._out_and_back,) * 6 + (self._out_and_wrong,) * 7
+            self._sequences += (
+                (self._demote_and_load,) * 4
+                + (self._store_and_fetch,) * 6
+                + (self._store_and_invalidate_in_remote_store,) * 7
+            )
             self.outcomes = rng.choice(((12, 2, 2, 1), (4, 2, 2, 2), (1, 1, 1, 1)))
         has_more = machine.world.num_disk_blocks or machine.world.cell_units
         often = (0.03, 0.06, 0.12, 0.3) if has_more else (0.0, 0.03, 0.06, 0.12)
@@ -60,7 +64,7 @@ class LedgerSequences(LedgerDraw):
 
     # -- sequences ----------------------------------------------------------------------------------------------------
 
-    def _away_and_back(self) -> list[Step]:
+    def _demote_and_load(self) -> list[Step]:
         """A prompt goes to the host, and one or two requests want it again, which find more or less of it there."""
         rng, policy = self.rng, self.machine.world.store_policy
         served, known = self._served()
@@ -74,7 +78,7 @@ class LedgerSequences(LedgerDraw):
         sequence += [_call("admit", {"who": name, **wanted}) for name in names]
         sequence += [_call("allocate", {"who": name}) for name in names]
         if rng.random() < 0.3:
-            sequence += self._twin(known)
+            sequence += self._same_prompt(known)
         if rng.random() < 0.2:
             sequence.append(partial(self._extend_further, names[0]))
         sequence += [_call("load", {"who": name}) for name in names]
@@ -83,7 +87,7 @@ class LedgerSequences(LedgerDraw):
             return [*sequence, partial(self._start_early, names[0]), _call("land"), self._end]
         return sequence + (self._in_vain(names[0], known) if ends < 0.6 else [])
 
-    def _twin(self, known: dict[str, Any]) -> list[Step]:
+    def _same_prompt(self, known: dict[str, Any]) -> list[Step]:
         """Another request computes the same first tokens, and may hold the rest of the room."""
         rng, who = self.rng, self._name("t")
         num_same = rng.randint(1, len(known["tokens"]))
@@ -102,7 +106,7 @@ class LedgerSequences(LedgerDraw):
         if is_early:
             sequence.append(partial(self._start_early, name))
         if rng.random() < 0.5:
-            sequence += self._twin(known)
+            sequence += self._same_prompt(known)
         if rng.random() < 0.4:
             who = self._name("r")
             sequence += [_call("admit", {"who": who, "tokens": [9]}), partial(self._squeeze, who)]
@@ -119,7 +123,7 @@ class LedgerSequences(LedgerDraw):
         )
         return [*sequence, *rng.choice(afterwards)]
 
-    def _kept_and_wanted(self) -> list[Step]:
+    def _pin_and_request(self) -> list[Step]:
         """A prompt is pinned. A request wants it and most of the room, and no other request holds room that it could
         wait for. Or the cache is reset while the request waits."""
         rng, (served, known) = self.rng, self._served()
@@ -181,17 +185,17 @@ class LedgerSequences(LedgerDraw):
         between = self.rng.choice(([], [is_preempted], [goes_on], [goes_on, is_preempted], [is_preempted]))
         return [forks, *between, was_wrong]
 
-    def _down_and_up(self) -> list[Step]:
+    def _store_and_fetch_from_disk(self) -> list[Step]:
         return [_call(one.name, one.args) for one in self.down_and_up([self._evict()], restarts=True)]
 
-    def _down_and_wrong(self) -> list[Step]:
-        return [_call(one.name, one.args) for one in self.down_and_wrong()]
+    def _store_and_invalidate_on_disk(self) -> list[Step]:
+        return [_call(one.name, one.args) for one in self.store_and_invalidate_on_disk()]
 
-    def _out_and_back(self) -> list[Step]:
-        return self._with_room_now(self.out_and_back([Call("evict")], allocates=True))
+    def _store_and_fetch(self) -> list[Step]:
+        return self._with_room_now(self.store_and_fetch([Call("evict")], allocates=True))
 
-    def _out_and_wrong(self) -> list[Step]:
-        return self._with_room_now(self.out_and_wrong([Call("evict")], allocates=True))
+    def _store_and_invalidate_in_remote_store(self) -> list[Step]:
+        return self._with_room_now(self.store_and_invalidate_in_remote_store([Call("evict")], allocates=True))
 
     def _with_room_now(self, sequence: list[Call]) -> list[Step]:
         """How much is to be evicted is known when it is."""
@@ -208,8 +212,8 @@ class LedgerSequences(LedgerDraw):
 
     def _squeeze(self, name: str) -> Call:
         """Allocate all the room there is, or one unit less."""
-        room = self.machine.ledger.statistics().device
-        units = (room.num_free + room.num_cached) // self.machine.ledger.layout.width
+        pool = self.machine.ledger.statistics().device
+        units = (pool.num_free + pool.num_cached) // self.machine.ledger.layout.width
         num_tokens = (units - self.rng.choice((0, 0, 1))) * self.machine.unit
         return Call("allocate", {"who": name, "num_tokens": max(1, num_tokens)})
 

@@ -38,7 +38,7 @@ class Client:
     """A `LedgerRequest`, or a `HostCacheRequest`."""
     text: Text
     num_prompt: int
-    is_told: bool = False
+    must_end: bool = False
     """It has to be aborted: what it has read was invalidated. Its bytes are not checked any more."""
     born: int = 0
     """The version of the weights when it was admitted."""
@@ -134,8 +134,8 @@ class LedgerState:
     def _tables(self, client: Client) -> str:
         return f"{client.record.state.name} {self.ledger.block_ids(client.record)}"
 
-    def _forget(self, client: Client, from_token: int, told: Sequence[LedgerRequest]) -> None:
-        """Mark as invalid what `client` has computed from `from_token` on, drop the tokens sampled behind it, and mark
+    def _forget(self, client: Client, from_token: int, affected: Sequence[LedgerRequest]) -> None:
+        """Mark as invalid what `client` has computed from `from_token` on, drop the tokens sampled after it, and mark
         the requests that were told."""
         for marks in client.marks[from_token:]:
             self.bytes.invalid |= marks
@@ -143,8 +143,8 @@ class LedgerState:
         del client.text.tokens[max(client.num_prompt, from_token + 1) :]
         del client.text.prefixes[len(client.text.tokens) + 1 :]
         del client.text.sampled_marks[max(0, from_token + 1 - client.num_prompt) :]
-        for record in told:
-            self.clients[record.request_id].is_told = True
+        for record in affected:
+            self.clients[record.request_id].must_end = True
 
     def written_by(self, forward: Forward) -> list[int]:
         """The blocks that a forward writes to."""

@@ -106,7 +106,7 @@ class StepCalls(JobCalls):
 
         What an early start reads may still be on its way, so its reads are checked at the commit."""
         client, marks = forward.client, 0
-        if client.is_told or forward.is_void:
+        if client.must_end or forward.is_void:
             self.bytes.garble(forward.tables, forward.start, forward.stop)
             return [0] * (forward.stop - forward.start)
         if not forward.is_early:
@@ -131,7 +131,7 @@ class StepCalls(JobCalls):
         client.computed(forward.start, marks)
         sampled = new[num_drafts:]
         self.bytes.append(client.text, sampled)
-        if client.is_told:
+        if client.must_end:
             client.text.sampled_marks += [0] * len(sampled)
         else:
             seen = self.read(client, self.ledger.block_ids(client.record), forward.stop)

@@ -63,22 +63,22 @@ class Machine(RemoteCalls):
         make: Callable[..., str] = getattr(self, f"do_{call.name}")
         before = fingerprint(self.ledger) if number in self._refused_before else None
         try:
-            said = make(**call.args)
+            answer = make(**call.args)
         except BROKEN as error:
             raise Violation("a law of its own", f"{call}: {error}") from error
         except AoffloadError as error:
-            said = f"{type(error).__name__} {error}"
+            answer = f"{type(error).__name__} {error}"
             self.refused.add(number)
             self.features.add("refused")
             if before is not None and (changed := changes(before, fingerprint(self.ledger))):
-                raise Violation("a refused call", f"{call} said {said}, and has changed {changed[:6]}") from error
+                raise Violation("a refused call", f"{call} said {answer}, and has changed {changed[:6]}") from error
         except (Violation, KeyboardInterrupt):
             raise
         except (Exception, Rude) as error:
             raise Violation(f"a crash ({type(error).__name__})", f"{call}: {error!r}") from error
-        self._digest.update(f"{call.name} {said}\n".encode())
+        self._digest.update(f"{call.name} {answer}\n".encode())
         if self.taken is not None:
-            self.taken.append(f"{call} -> {said} {state_digest(self.ledger, self.plans)}")
+            self.taken.append(f"{call} -> {answer} {state_digest(self.ledger, self.plans)}")
         self.erase_forgotten()
         self.note_answers(call.name)
         if self.recorder.problem:

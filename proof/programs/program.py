@@ -38,7 +38,7 @@ Face = Literal[
     "ledger", "kernel", "meddled", "engine", "meddled-engine", "asyncio", "trio", "engine-asyncio", "engine-trio"
 ]  # fmt: skip
 """What a program calls: a `Ledger`, one without any feature (the kernel), a `HostCache`, either of them with an
-extension that meddles at every hook, or a runtime of either kind in a simulated loop."""
+extension that interferes at every hook, or a runtime of either kind in a simulated loop."""
 
 
 def check_face(face: object) -> Face:

@@ -22,7 +22,7 @@ class RemoteDraw(DiskDraw):
     rng: random.Random
     machine: RemoteCalls
 
-    def out_and_back(self, evicts: list[Call], *, allocates: bool) -> list[Call]:
+    def store_and_fetch(self, evicts: list[Call], *, allocates: bool) -> list[Call]:
         """A prompt is asked for twice and goes out to the store, is gone from here, and is fetched for one or two
         requests. Meanwhile, others may remove some of it or spoil it.
 
@@ -56,8 +56,8 @@ class RemoteDraw(DiskDraw):
         sequence += [Call("allocate", {"who": name}) for name in names] if allocates else []
         return sequence + [Call("load", {"who": name}) for name in names]
 
-    def out_and_wrong(self, evicts: list[Call], *, allocates: bool) -> list[Call]:
-        """What a forward has computed goes out to the store, also what other requests have computed behind it, and then
+    def store_and_invalidate_in_remote_store(self, evicts: list[Call], *, allocates: bool) -> list[Call]:
+        """What a forward has computed goes out to the store, also what other requests have computed after it, and then
         it turns out that the forward has failed. Nobody may find any of it afterwards."""
         rng, who = self.rng, self._name("w")
         prompt = {**self.prompts.identity(), "reads_cache": False}

@@ -6,7 +6,7 @@ import random
 from typing import Any, ClassVar
 
 from .runtime_director import Director
-from .runtime_odds import RUNTIME_ODDS, Odds
+from .runtime_weights import RUNTIME_ODDS, Odds
 
 __all__ = ["ArgumentDrawing"]
 

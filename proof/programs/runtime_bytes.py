@@ -1,4 +1,4 @@
-"""A memory of tags in which every token records the forward that wrote it, and a forward what it has read.
+"""Simulated KV: each token records the forward that wrote it, and each forward records the tokens that it read.
 
 A block holds the tag of the prefix that ends in it, as in every simulation; and, token by token, the prefix that its KV
 stands for and the forward that has written it. Invalidating a forward makes everything wrong that was computed from it,
@@ -105,7 +105,7 @@ class ProgramEngine(SimulatedEngine):
         return extend_chain(self._chains, found, roots, tokens, tuple(spans))
 
     def lengthened(self, chain: list[int], tokens: Sequence[int]) -> list[int]:
-        """`chain` with generated `tokens` behind it, which lie in no span."""
+        """`chain` with generated `tokens` after it, which lie in no span."""
         return extend_chain(self._chains, list(chain), None, tokens, ())
 
     def identity(self, ask: Ask, group: int, tokens: tuple[int, ...]) -> object:

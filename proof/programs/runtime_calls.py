@@ -1,4 +1,4 @@
-"""The calls that a client of a program makes of requests: for room, loads, forwards, commits and preemption."""
+"""Calls of a client to a request: allocations, loads, forwards, commits and preemption."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RequestCalls(Role):
     def _allocated(self, served: Served, found: Any, feature: str) -> None:
         if found:
             self.stage.met(feature)
-            if served.born == served.engine.num_resets and not served.is_told:
+            if served.born == served.engine.num_resets and not served.must_end:
                 served.check_match(is_first=False)
 
     async def _do_extend(self, args: Any) -> None:
@@ -107,14 +107,14 @@ class RequestCalls(Role):
     @staticmethod
     def _check_hit_cap(served: Served, num_ready: int | None, before: RequestState, hit: int) -> None:
         most = max(hit, served.request.match.num_tokens)
-        if num_ready is not None and before is RequestState.ALLOCATED and not served.is_told and num_ready > most:
+        if num_ready is not None and before is RequestState.ALLOCATED and not served.must_end and num_ready > most:
             raise Violation("hit cap", f"{num_ready} tokens of {served.name} are ready after a match of {hit}")
 
     def _loaded(self, served: Served, num_ready: int | None, before: RequestState) -> None:
-        if num_ready is None or served.is_told:
+        if num_ready is None or served.must_end:
             return
         served.look()
-        served.told_again(num_ready)
+        served.accept_second_answer(num_ready)
         if before is not RequestState.RUNNING and num_ready:
             self.stage.met("load" if served.request.match.num_host_tokens else "device hit")
         served.check_ready(num_ready)

@@ -20,10 +20,10 @@ from .program import Call
 from .runtime_pins import ClientCalls
 from .runtime_requests import Served
 
-__all__ = ["Actor", "Left"]
+__all__ = ["Actor", "ClientEnded"]
 
 
-class Left(Exception):  # noqa: N818 - what happened
+class ClientEnded(Exception):  # noqa: N818 - what happened
     """A client leaves its request with an exception."""
 
 
@@ -93,7 +93,7 @@ class Actor(ClientCalls):
         self.was_struck = False
         try:
             with anyio.CancelScope() as self.scope:
-                with suppress(Left):
+                with suppress(ClientEnded):
                     await self._enter(request, args)
         except asyncio.CancelledError:
             self._left()
@@ -140,7 +140,7 @@ class Actor(ClientCalls):
                     await self._finish_steps()
                 if call.args.get("how") == "error":
                     self.stage.met("leave with an error")
-                    raise Left
+                    raise ClientEnded
                 break
             await self._make(call)
 

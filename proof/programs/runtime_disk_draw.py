@@ -35,9 +35,9 @@ class DiskDrawing(ABC):
         if drawn < 0.3:
             return Call("request_fetch", {"who": name})
         if drawn < 0.65:
-            return self._down_and_up(name)
+            return self._store_and_fetch_from_disk(name)
         if drawn < 0.77:
-            return self._down_and_wrong(name)
+            return self._store_and_invalidate_on_disk(name)
         if drawn < 0.85:
             return Call(rng.choice(("restored", "transfer_wait", "transfer_cancel")), {"who": name})
         if drawn < 0.9:
@@ -50,7 +50,7 @@ class DiskDrawing(ABC):
         wants = [Call("request", {"who": name, "tokens": (*rng.choice(self._prompts), 1)})] if self._prompts else []
         return [*([Call("restored", {"who": name})] if rng.random() < 0.7 else []), *wants]
 
-    def _down_and_up(self, name: str) -> Call:
+    def _store_and_fetch_from_disk(self, name: str) -> Call:
         """A prompt is asked for until the disk has it, the tiers above forget it, and it is asked for again."""
         known = self._identity()
         if self._prompts and self.rng.random() < 0.8:
@@ -63,7 +63,7 @@ class DiskDrawing(ABC):
         self._ahead += [*asked[1:], Call("flush", {"who": name}), *empties, *wants]
         return asked[0]
 
-    def _down_and_wrong(self, name: str) -> Call:
+    def _store_and_invalidate_on_disk(self, name: str) -> Call:
         """What a forward has computed goes down to the disk, and then it turns out that the forward has failed. After a
         restart nothing of it may be there."""
         rng, known = self.rng, {"tokens": self._identity()["tokens"]}

@@ -27,7 +27,7 @@ _MANY = {"leap": 250, "block": 250, "worker": 250, "log": 60}
 """Faults with many opportunities in a program."""
 OF_HINTS = 0.06
 """The share of the calls that are hints, where eviction learns."""
-SEQUENCES = ("away", "twins")
+SEQUENCES = ("evict_prompt", "same_prompt")
 """What is drawn for one client and is more than a call of its own."""
 STATES = {
     RequestState.QUEUED: "entered", RequestState.MATCHED: "entered", RequestState.PINNED: "entered",
@@ -185,7 +185,7 @@ class Drawing(ArgumentDrawing, DiskDrawing):
             self._states[name] = odds.becomes[name_of]
         return Call(name_of, {"who": name, **args})
 
-    def _away(self, name: str) -> Call:
+    def _evict_prompt(self, name: str) -> Call:
         """Take prompts off the device: by a demotion, or by a request that fills it."""
         rng = self.rng
         is_only_way = self._director.program.world.store_policy == "off"

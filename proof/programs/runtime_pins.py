@@ -117,7 +117,7 @@ class ClientCalls(RequestCalls):
             return
         await self._finish_steps()
         what, call = f"fetch of {served.name}", served.request.fetch
-        if await self.stage.attempt_async(what, call, self._give_up_s(args)) is not None and not served.is_told:
+        if await self.stage.attempt_async(what, call, self._give_up_s(args)) is not None and not served.must_end:
             if served.born == served.engine.num_resets:
                 served.check_match(is_first=False)
             self.stage.met("fetch")

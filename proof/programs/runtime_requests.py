@@ -1,4 +1,4 @@
-"""A request of a program, as its engine sees it: its tokens, what is computed of them, and the forwards under way."""
+"""A request of a program, seen by its engine: its tokens, its computed tokens, and its running forwards."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Served:
         return str(self.request.request_id)
 
     @property
-    def is_told(self) -> bool:
+    def must_end(self) -> bool:
         """Whether it is over, or is being cancelled: nothing that it computes counts any more."""
         is_over = self.request.state in (RequestState.DONE, RequestState.ABORTED)
         return is_over or bool(self.request._cancel_reason)
@@ -82,12 +82,12 @@ class Served:
             self.num_ready, self._known_in = self.request.num_computed_tokens, state
             self.written = self.chain[: self.num_ready]
 
-    def told_again(self, num_ready: int) -> None:
+    def accept_second_answer(self, num_ready: int) -> None:
         """Take a second answer of its load. After a reset, it may name fewer tokens than the first one."""
         if num_ready < self.num_ready:
-            self.goes_back_to(num_ready)
+            self.fall_back_to(num_ready)
 
-    def goes_back_to(self, num_ready: int) -> None:
+    def fall_back_to(self, num_ready: int) -> None:
         self.num_ready = num_ready
         del self.written[num_ready:]
 
@@ -101,7 +101,7 @@ class Served:
     def startable(self) -> PendingLoad | None:
         """A load that a forward may start on."""
         load = self.pending
-        is_under_way = load is not None and not self.is_told and not load.is_over
+        is_under_way = load is not None and not self.must_end and not load.is_over
         return load if is_under_way and load is not None and load.can_start else None
 
     @property
@@ -114,7 +114,7 @@ class Served:
 
     def check_read(self, read: Read, what: str) -> None:
         """The bytes are right and none of them was invalidated, unless the request was told."""
-        if self.is_told:
+        if self.must_end:
             return
         if read.problem:
             raise Violation("wrong bytes", f"{self.name} reads {read.problem}, {what}")
@@ -153,7 +153,7 @@ class Served:
     # -- commits --------------------------------------------------------------------------------------------------
 
     def accepted(self, new: tuple[int, ...]) -> tuple[list[int], int]:
-        """The chain with `new` behind it, and how many of its tokens are computed."""
+        """The chain with `new` after it, and how many of its tokens are computed."""
         self.look()
         chain = self.engine.lengthened(self.chain, new)
         return chain, self.num_written(chain)
@@ -166,7 +166,7 @@ class Served:
 
     def check_computed(self, stop: int, chain: list[int]) -> None:
         """What is about to be committed is still there."""
-        if self.request.state in _COMPUTING and not self.is_told and stop <= self.allocated:
+        if self.request.state in _COMPUTING and not self.must_end and stop <= self.allocated:
             start = self.request.num_computed_tokens
             self.engine.check_written(self.name, self.tables_of(None), chain, start, stop)
 
@@ -196,7 +196,7 @@ class Served:
         self._now.add(forward)
 
     @property
-    def is_misled(self) -> bool:
+    def has_wrong_input(self) -> bool:
         """Whether something that it has computed was not right."""
         return any(forward.wrong_from < min(forward.stop, stop) for forward, stop in self.forwards.items())
 
@@ -205,9 +205,9 @@ class Served:
         self.look()
         work, first = self.early, pending.first_invalid_token
         self.early = self.pending = None
-        if first is not None and first != num_ready and not self.is_told:
+        if first is not None and first != num_ready and not self.must_end:
             raise Violation("early start", f"{self.name}: invalid from token {first} on, but {num_ready} are ready")
-        if work is None or self.is_told or work.pending is not pending or work.life != self.life:
+        if work is None or self.must_end or work.pending is not pending or work.life != self.life:
             return
         if first is not None:
             self._check_refused(work, num_ready)
@@ -217,7 +217,7 @@ class Served:
             self.written += work.chain[work.start : work.stop]
 
     def _check_refused(self, work: Work, num_ready: int) -> None:
-        """Tokens computed behind a load that fell short can't be committed."""
+        """Tokens computed after a load that fell short can't be committed."""
         if work.stop <= num_ready:
             return
         try:

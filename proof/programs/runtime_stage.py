@@ -29,7 +29,7 @@ from .load_choice import RANDOM, RandomLoadChoice
 from .program import Program
 from .runtime_bytes import ProgramEngine
 from .runtime_requests import Served
-from .runtime_state import Told, picture
+from .runtime_state import RecordedEvents, picture
 from .state_digest import state_digest
 
 __all__ = ["Role", "Stage"]
@@ -74,12 +74,12 @@ class Stage:
 
     def begin(self) -> ProgramEngine:
         """A runtime of its own, on what is on the disk."""
-        self.told, self.recorder = Told(), Recorder()
+        self.events, self.recorder = RecordedEvents(), Recorder()
         self.engine = engine = self._engine()
-        self.told.answered = engine.answered
+        self.events.answered = engine.answered
         self.runtime = engine.runtime
         self.recorder.calls_to(engine.runtime.ledger)
-        self.runtime.ledger.watch(self.told)
+        self.runtime.ledger.watch(self.events)
         self._note_calls()
         self.simulation.oracles[-1].stride = STRIDE
         return engine
@@ -96,7 +96,7 @@ class Stage:
         engine = self.simulation.engine_of(
             config,
             world.num_device_blocks - 1,
-            observers=[self.told, self.recorder],
+            observers=[self.events, self.recorder],
             kind=ProgramEngine,
             slots=self.slots,
             **options,
@@ -242,7 +242,7 @@ class Stage:
 
     def reasons(self, actor: Role, served: Served) -> set[str]:
         """The reasons for which a request may have been aborted."""
-        found = {"closed_early", "error: Left"}
+        found = {"closed_early", "error: ClientEnded"}
         if actor.was_struck:
             found |= {"injected", "cancelled"}
         if served.ask.deadline_s is not None:
@@ -258,7 +258,7 @@ class Stage:
     def check_told(self) -> None:
         """Requests that have computed on invalidated tokens were told, and nothing invalidated can be found."""
         for served in self.live:
-            if served.is_misled and not served.is_told:
+            if served.has_wrong_input and not served.must_end:
                 raise Violation("not told", f"{served.name} has computed on what was taken back")
         self.engine.check_findable()
 
@@ -298,15 +298,15 @@ class Stage:
     def check_end(self) -> None:
         """The laws at rest."""
         self.engine.check_findable()
-        self.told.check(self.runtime)
-        if self.recorder.problem or self.runtime.observers.num_failures != self.recorder.num_told():
+        self.events.check(self.runtime)
+        if self.recorder.problem or self.runtime.observers.num_failures != self.recorder.num_events():
             raise Violation("told otherwise", self.recorder.problem or "an observer failed")
         if self.runtime.ledger.moves.unreported:
             raise Violation("told otherwise", f"not reported: {list(self.runtime.ledger.moves.unreported)}")
         if self.runtime.statistics().num_loads_declined:
             self.met("declined")
-        if self.told.states:
-            raise Violation("told otherwise", f"not told to be over: {list(self.told.states)}")
+        if self.events.states:
+            raise Violation("told otherwise", f"not told to be over: {list(self.events.states)}")
         if left := [served.name for served in self.live]:
             raise Violation("a leak", f"still served: {left}")
 

@@ -1,4 +1,4 @@
-"""What a refused call must not change; and what observers are told, compared with the ledger."""
+"""The state that a refused call must not change, and the reported events, compared with the ledger."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from aoffload._kernel.waiting import WaitQueue
 from aoffload._runtime.runtime import AnyRuntime
 from aoffload.testing.violations import Violation
 
-__all__ = ["Told", "picture"]
+__all__ = ["RecordedEvents", "picture"]
 
 
 def picture(ledger: AnyLedger) -> tuple[Any, ...]:
     """Everything that a call may change, except counters and how the index is cut into runs."""
-    line = ledger.admission.queue if isinstance(ledger, Ledger) else WaitQueue()
+    wait_queue = ledger.admission.queue if isinstance(ledger, Ledger) else WaitQueue()
     return (
         [
             (tier.pool.num_free, tier.num_cached, tier.num_quarantined, _in_order(tier.order))
@@ -35,7 +35,7 @@ def picture(ledger: AnyLedger) -> tuple[Any, ...]:
         [(record.request_id, record.num_steps) for record in ledger.closing if record.num_steps],
         [(job.job_id, job.state, len(job.claims)) for job in ledger.jobs.unsettled.values()],
         [(pin.pin_id, pin.state) for pin in ledger.pins.held],
-        [(waiter.request.ticket, waiter.num_units) for waiter in (*line.extending, *line.allocating)],
+        [(waiter.request.ticket, waiter.num_units) for waiter in (*wait_queue.extending, *wait_queue.allocating)],
         len(ledger.transfers.under_way),
     )
 
@@ -57,7 +57,7 @@ def _of_request(record: LedgerRequest) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-class Told:
+class RecordedEvents:
     """Remembers what it was told, as an observer and as a watcher of blocks."""
 
     def __init__(self) -> None:

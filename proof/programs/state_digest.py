@@ -22,7 +22,8 @@ __all__ = ["state_digest"]
 ATOMS = frozenset({bool, bytes, float, int, str, type(None)})
 """Written as they are: True is not 1, and 1.0 is not either."""
 WALKED = tuple(
-    f"aoffload.{room}" for room in ("_kernel.", "_extensions.", "_eviction.", "_host_cache.", "_tiers.", "_config.")
+    f"aoffload.{package}"
+    for package in ("_kernel.", "_extensions.", "_eviction.", "_host_cache.", "_tiers.", "_config.")
 )
 
 
@@ -32,13 +33,13 @@ def state_digest(*roots: object) -> str:
     numbers: dict[int, int] = {}
     waiting: list[object] = [list(roots)]
 
-    def told(value: Any) -> object:
+    def encoded(value: Any) -> object:
         """What is no atom: its number, or what is inside of it."""
         number = numbers.get(id(value))
         if number is None:
             kind: Any = type(value)
             if kind is tuple:
-                return tuple([one if type(one) in ATOMS else told(one) for one in value])
+                return tuple([one if type(one) in ATOMS else encoded(one) for one in value])
             if _reader(kind) is _nothing:
                 return "function" if callable(value) else kind.__name__
             number = numbers[id(value)] = len(numbers)
@@ -49,7 +50,7 @@ def state_digest(*roots: object) -> str:
     for thing in waiting:  # grows while it is read
         kind: Any = type(thing)
         inside = _reader(kind)(thing)
-        found.append((kind.__name__, [value if type(value) in ATOMS else told(value) for value in inside]))
+        found.append((kind.__name__, [value if type(value) in ATOMS else encoded(value) for value in inside]))
     return hashlib.blake2b(repr(found).encode(), digest_size=8).hexdigest()
 
 

@@ -30,26 +30,26 @@ from __future__ import annotations
 from . import (
     copies,
     disk,
-    ends,
-    keeping,
+    endings,
+    invalidation,
     long,
+    mixed,
+    pins,
     policies,
     preemption,
     ranks,
-    room,
+    remote_store,
     sharing,
-    store,
-    taken_back,
     tasks,
+    wait_queue,
     windows,
-    worlds,
 )
 from .paged import paged_engine, paged_windows
 from .table import SCENARIOS, ScenarioRow, scenario
 
 __all__ = [
-    "SCENARIOS", "ScenarioRow", "copies", "disk", "ends", "keeping", "long", "policies", "preemption", "ranks",
-    "room", "sharing", "store", "taken_back", "tasks", "windows", "worlds",
+    "SCENARIOS", "ScenarioRow", "copies", "disk", "endings", "invalidation", "long", "mixed", "pins", "policies",
+    "preemption", "ranks", "remote_store", "sharing", "tasks", "wait_queue", "windows",
 ]  # fmt: skip
 
 scenario("request_done")(paged_engine)

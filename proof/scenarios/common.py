@@ -1,4 +1,4 @@
-"""What the scenarios have in common: prompts, clients, and ways to make room."""
+"""Shared parts of the scenarios: prompts, clients, and ways to free blocks."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def canceller(sim: Simulation, engine: SimulatedEngine, *names: str) -> None:
 
 async def evict_device(engine: SimulatedEngine) -> None:
     """Give every unpinned device block to another request for a moment."""
-    room, layout = engine.runtime.statistics().device, engine.runtime.ledger.layout
-    num_tokens = max(1, (room.num_free + room.num_cached) // layout.width * layout.unit_tokens)
+    pool, layout = engine.runtime.statistics().device, engine.runtime.ledger.layout
+    num_tokens = max(1, (pool.num_free + pool.num_cached) // layout.width * layout.unit_tokens)
     async with engine.runtime.request((7, 7)) as request:
         with suppress(OutOfBlocks):  # another request was faster: that evicts, too
             request.allocate_nowait(num_tokens)

@@ -43,7 +43,7 @@ async def loads_first(sim: Simulation) -> None:
 
 @scenario("transport_stalled", faults=("hang", "stuck_fence"))
 async def stalled(sim: Simulation) -> None:
-    """Copies that never end, and more behind them: requests get misses instead of queuing, and every wait ends."""
+    """Copies that never end, and more after them: requests get misses instead of queuing, and every wait ends."""
     engine = sim.runtime(
         num_device_blocks=14, num_host_blocks=14, max_jobs_in_flight=sim.random.choice((1, 2)), max_job_bytes=1,
         load_timeout_s=3.0, transfer_timeout_s=8.0,

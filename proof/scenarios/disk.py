@@ -1,4 +1,4 @@
-"""A disk below the host: what only it has, what shares a fetch, what hangs, and what another process finds."""
+"""A disk below the host: hits on the disk alone, shared fetches, hanging calls, and restarts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = tokens(1, 9)
 DISK_FAULTS = ("disk_error", "disk_hang", "disk_late", "disk_lost", "disk_rot")
 
 
-async def put_away(sim: Simulation, engine: SimulatedEngine, *prompts: tuple[int, ...]) -> None:
+async def serve_and_evict(sim: Simulation, engine: SimulatedEngine, *prompts: tuple[int, ...]) -> None:
     """Serve prompts until the tier below the host has them, and have the tiers above forget them."""
     if engine.transport.disk is not None:
         await engine.runtime.disk.wait_restored()
@@ -47,7 +47,7 @@ async def expect_cancelled(call: Callable[[], Awaitable[object]]) -> None:
         raise Violation("deaf to a cancellation", f"{call} came to its end")
 
 
-def left_by(engine: SimulatedEngine) -> Slots:
+def disk_after_kill(engine: SimulatedEngine) -> Slots:
     """What the process leaves that is killed now."""
     disk = engine.transport.disk
     assert disk is not None
@@ -65,7 +65,7 @@ async def only_on_disk(sim: Simulation) -> None:
     """Two requests want what only the disk has: they share the copies, and both hit."""
     engine = sim.runtime(num_device_blocks=16, num_host_blocks=16, num_slots=24, max_fetch_share=0.5)
     async with engine.runtime:
-        await put_away(sim, engine, PROMPT)
+        await serve_and_evict(sim, engine, PROMPT)
         found = engine.runtime.lookup((*PROMPT, 7))
         expect(sim, found.num_lower_tokens == 8 and not found.num_tokens, f"not on the disk alone: {found}")
         twins = [serve(sim, engine, f"twin{number}", (*PROMPT, number)) for number in range(2)]
@@ -103,7 +103,7 @@ async def fetched_ahead(sim: Simulation) -> None:
     engine = sim.runtime(num_device_blocks=16, num_host_blocks=12, num_slots=24, max_fetch_share=0.5, verify=True)
     other = tokens(2, 7)
     async with engine.runtime:
-        await put_away(sim, engine, PROMPT, other)
+        await serve_and_evict(sim, engine, PROMPT, other)
 
         async def ahead(client: Client) -> None:
             await sim.jitter()
@@ -139,7 +139,7 @@ async def disk_that_hangs(sim: Simulation) -> None:
         close_timeout_s=5.0,
     )  # fmt: skip
     async with engine.runtime:
-        await put_away(sim, engine, PROMPT)
+        await serve_and_evict(sim, engine, PROMPT)
         for number in range(3):
             serve(sim, engine, f"r{number}", (*PROMPT, number))
         bystanders(sim, engine, 3)
@@ -199,7 +199,7 @@ async def taken_back_on_disk(sim: Simulation) -> None:
             client.may_abort = ("prefix_invalidated",)
         bystanders(sim, engine, 3, num_tokens=8)
         await sim.join()
-        left = left_by(engine)
+        left = disk_after_kill(engine)
         await forget(engine, Tier.HOST, Tier.DEVICE)
         serve(sim, engine, "afterwards", (*PROMPT, 9))
         await after(sim, engine)
@@ -212,12 +212,12 @@ async def restarted_under_load(sim: Simulation) -> None:
     was on the disk at that moment hits."""
     engine = sim.runtime(num_device_blocks=12, num_host_blocks=8, num_slots=24, max_fetch_share=0.5)
     async with engine.runtime:
-        await put_away(sim, engine, PROMPT)
+        await serve_and_evict(sim, engine, PROMPT)
         for number in range(3):
             serve(sim, engine, f"old{number}", tokens(1, 9, branch=number))
         await sim.jitter()
         await sim.jitter()
-        left = left_by(engine)
+        left = disk_after_kill(engine)
         await after(sim, engine)
     await _found_by_the_next(sim, engine, left)
 
@@ -238,7 +238,7 @@ async def reset_with_a_disk(sim: Simulation) -> None:
     engine = sim.runtime(num_device_blocks=12, num_host_blocks=8, num_slots=24, max_fetch_share=0.5)
     tier = sim.random.choice((None, Tier.DISK))
     async with engine.runtime:
-        await put_away(sim, engine, PROMPT)
+        await serve_and_evict(sim, engine, PROMPT)
         serve(sim, engine, "r", (*PROMPT, 1))
         await sim.jitter()
         if tier is None:
@@ -250,7 +250,7 @@ async def reset_with_a_disk(sim: Simulation) -> None:
         except TransferRefused:
             await after(sim, engine)
             return  # nobody may rely on it
-        left = left_by(engine)
+        left = disk_after_kill(engine)
         if tier is Tier.DISK and left.proven(engine.runtime.ledger.layout.components):
             expect(sim, not left.records or _is_new(engine, left), "a reset leaves what was there")
         await after(sim, engine)

@@ -58,7 +58,7 @@ async def preempted_windows(sim: Simulation) -> None:
         await after(sim, engine)
 
 
-async def goes_on(sim: Simulation, engine: SimulatedEngine, client: Client) -> None:
+async def serve_and_resume(sim: Simulation, engine: SimulatedEngine, client: Client) -> None:
     """A request that another client may preempt whenever it waits: it resumes and goes on."""
     prompt = tokens(sim.random.randrange(2), 8)
     wanted = ask(sim, engine, prompt)
@@ -92,7 +92,7 @@ async def preempted_by_another(sim: Simulation) -> None:
         for family in range(2):
             await store(sim, engine, f"first{family}", tokens(family, 7))
         await evict_device(engine)
-        owners = [sim.spawn(f"r{index}", lambda client: goes_on(sim, engine, client)) for index in range(3)]
+        owners = [sim.spawn(f"r{index}", lambda client: serve_and_resume(sim, engine, client)) for index in range(3)]
 
         async def preempts(client: Client) -> None:
             for _ in range(6):

@@ -51,15 +51,15 @@ async def conversations(sim: Simulation) -> None:
         for number in range(3):
 
             async def talk(client: Client, number: int = number) -> None:
-                said = tokens(number, 4)
+                own_tokens = tokens(number, 4)
                 for turn in range(3):
                     await sim.jitter()
-                    wanted = ask(sim, engine, said, num_new_tokens=2, slice_tokens=100)
+                    wanted = ask(sim, engine, own_tokens, num_new_tokens=2, slice_tokens=100)
                     async with engine.open(f"{client.name}.{turn}", wanted) as request:
                         client.request = request
                         await engine.run(request, wanted)
                     client.ended()
-                    said = (*said, 1000, 1001, *range(turn * 10, turn * 10 + 2))
+                    own_tokens = (*own_tokens, 1000, 1001, *range(turn * 10, turn * 10 + 2))
 
             sim.spawn(f"talk{number}", talk)
         await after(sim, engine)
@@ -118,7 +118,7 @@ class NewestFirst:
 
 @scenario("request_done")
 async def evicted_otherwise(sim: Simulation) -> None:
-    """A custom eviction order takes heads before their tails: blocks behind a gap do not hit, and do no harm."""
+    """A custom eviction order takes heads before their tails: blocks after a gap do not hit, and do no harm."""
     engine = sim.runtime(
         num_device_blocks=8, num_host_blocks=sim.random.choice((5, 16)), eviction=NewestFirst,
         max_job_bytes=sim.random.choice((1, 100)),

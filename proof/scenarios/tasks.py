@@ -126,7 +126,7 @@ async def threads_left(sim: Simulation) -> None:
 
 @scenario("request_loading", faults=("refuse", "fail"))
 async def computed_later(sim: Simulation) -> None:
-    """Tokens that are committed behind a fence of the engine are stored once that has passed, and not before."""
+    """Tokens that are committed after a fence of the engine are stored once that has passed, and not before."""
     engine = sim.runtime(num_device_blocks=14, num_host_blocks=14)
     async with engine.runtime:
         fences: list[SimulatedFence] = []
@@ -158,7 +158,7 @@ async def computed_later(sim: Simulation) -> None:
 
 
 def _compute_later(sim: Simulation, engine: SimulatedEngine, request: Request, wanted: Ask) -> SimulatedFence:
-    """Schedule a forward over the whole prompt, and return the fence behind it. A step holds the blocks until then."""
+    """Schedule a forward over the whole prompt, and return the fence after it. A step holds the blocks until then."""
     assert request.state is RequestState.RUNNING
     fence, held, table = SimulatedFence(), ExitStack(), request.block_ids
     held.enter_context(engine.runtime.step([request]))

@@ -1,4 +1,4 @@
-"""Models whose layers see different distances: windows slide, and blocks that have left one are room for others."""
+"""Models with layers of different windows: windows slide, and blocks before a window are reused."""
 
 from __future__ import annotations
 

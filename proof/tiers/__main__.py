@@ -14,7 +14,7 @@ from pathlib import Path
 
 import attrs
 
-from proof.lines import Line, table
+from proof.report_lines import Line, table
 from proof.workers import share_out
 
 __all__ = ["PARTS", "main"]
@@ -64,14 +64,14 @@ def killed(size: Size) -> Iterator[Line]:
 
 def failed(size: Size) -> Iterator[Line]:
     """Each call of the disk, failed in each way, under a whole runtime."""
-    from .failing import each_call_failed
+    from .failing_calls import each_call_failed
 
     return each_call_failed(step=size.step)
 
 
 def late(size: Size) -> Iterator[Line]:
     """Puts to a real Redis that arrive after they have failed. A long run repeats this without the protection."""
-    from .storm import storm
+    from .late_puts import storm
 
     return storm(size.storm, shows=size != SHORT)
 

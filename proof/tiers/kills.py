@@ -1,4 +1,4 @@
-"""Real kills: a process that serves under load is killed, again and again, and the next one finds what it had."""
+"""Real kills: a serving process is killed repeatedly, and each new process checks the disk of the one before it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from proof.lines import Line
+from proof.report_lines import Line
 
 from .server import SIZE_BYTES, Journal, serve_until_killed
 
@@ -46,9 +46,9 @@ def kills(num_kills: int, first_seed: int = 0) -> Iterator[Line]:
     with tempfile.TemporaryDirectory(prefix="aoffload-kills-") as place:
         held: dict[str, int] = {}
         for seed in range(first_seed, first_seed + num_kills + 1):
-            said = _one_life(Path(place), seed)
-            _judge(totals, said, held)
-            held = _held_before(said)
+            notes_read = _one_life(Path(place), seed)
+            _judge(totals, notes_read, held)
+            held = _held_before(notes_read)
             totals.most_bytes = max(totals.most_bytes, _du(Path(place) / "disk"))
     totals.kills = num_kills
     share = totals.found / totals.stored if totals.stored else 0.0
@@ -83,14 +83,14 @@ def _one_life(place: Path, seed: int) -> list[list[Any]]:
         killed_s = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    said = [json.loads(line) for line in notes.read_text().splitlines()]
-    return [*said, ["killed", killed_s, None]]
+    notes_read = [json.loads(line) for line in notes.read_text().splitlines()]
+    return [*notes_read, ["killed", killed_s, None]]
 
 
-def _judge(totals: Totals, said: list[list[Any]], held: dict[str, int]) -> None:
-    by_kind = {kind: what for kind, _, what in said}
-    totals.wrong += [what for kind, _, what in said if kind == "wrong"]
-    totals.problems += [what for kind, _, what in said if kind == "ended"]
+def _judge(totals: Totals, notes_read: list[list[Any]], held: dict[str, int]) -> None:
+    by_kind = {kind: what for kind, _, what in notes_read}
+    totals.wrong += [what for kind, _, what in notes_read if kind == "wrong"]
+    totals.problems += [what for kind, _, what in notes_read if kind == "ended"]
     totals.compared += by_kind.get("compared", 0)
     if "found" not in by_kind:
         totals.problems.append("a process did not come to read its disk")
@@ -100,10 +100,10 @@ def _judge(totals: Totals, said: list[list[Any]], held: dict[str, int]) -> None:
         totals.found += min(num_tokens, by_kind["found"][number])
 
 
-def _held_before(said: list[list[Any]]) -> dict[str, int]:
+def _held_before(notes_read: list[list[Any]]) -> dict[str, int]:
     """What the disk had a second before the kill and had not evicted at the last look, in tokens by prompt."""
-    killed_s = said[-1][1]
-    looks = [(when, what) for kind, when, what in said if kind == "held"]
+    killed_s = notes_read[-1][1]
+    looks = [(when, what) for kind, when, what in notes_read if kind == "held"]
     before = [what for when, what in looks if when <= killed_s - BEFORE_S]
     if not before:
         return {}

@@ -1,4 +1,4 @@
-"""A process that serves under load until it is killed, and writes down what is on its disk, and when."""
+"""A process that serves under load until it is killed. It records the contents of its disk with times."""
 
 from __future__ import annotations
 

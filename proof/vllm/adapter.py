@@ -1,4 +1,4 @@
-"""Our connector behind the names that vLLM's own tests of such a scheduler import, as a plugin of pytest.
+"""A pytest plugin that provides our connector under the names that vLLM's scheduler tests import.
 
 vLLM's tests call hooks with blocks and block ids that no `KVCacheManager` knows, so the adapter keeps the tables. It
 also makes the calls that vLLM's scheduler makes and its tests leave out. What it does not have, it does not pretend to

@@ -1,4 +1,4 @@
-"""What the scenarios of a part share: the model, the reference run, and the rows so far."""
+"""Shared parts of the scenarios of a part: the model, the reference run, and the rows so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the connector costs in vLLM's scheduler, beside vLLM's own; and an offer on its own."""
+"""The cost of the connector in vLLM's scheduler, compared with vLLM's own, and the cost of one offer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's engine in this process, step by step: its scheduler and its block pool can be looked at."""
+"""vLLM's engine in this process, run step by step, with access to its scheduler and block pool."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from .bench import Bench, Scenario, run_part
 from .models import HYBRID
 from .one_rank import ours, without
 from .rows import Row
-from .transfers import meddled
+from .transfers import faulty
 
 __all__ = ["SCENARIOS"]
 
@@ -17,22 +17,22 @@ NAME = "hybrid: "
 
 
 def all_fail(bench: Bench) -> Row:
-    return _meddled(bench, "AllFail", "hybrid: every load fails")
+    return _faulty(bench, "AllFail", "hybrid: every load fails")
 
 
 def half_fail(bench: Bench) -> Row:
-    return _meddled(bench, "HalfFail", "hybrid: every load fails half-way")
+    return _faulty(bench, "HalfFail", "hybrid: every load fails half-way")
 
 
-def _meddled(bench: Bench, name: str, about: str) -> Row:
-    with bench.engine(SMALL_POOL, meddled(name)) as engine:
+def _faulty(bench: Bench, name: str, about: str) -> Row:
+    with bench.engine(SMALL_POOL, faulty(name)) as engine:
         served, transport = bench.talk(engine), engine.worker_connector.transport
-    row = bench.judge(about, served, f"{transport.num_meddled} loads failed")
-    return row.missed("" if transport.num_meddled else "nothing was loaded")
+    row = bench.judge(about, served, f"{transport.num_failed_loads} loads failed")
+    return row.missed("" if transport.num_failed_loads else "nothing was loaded")
 
 
 def unproven(bench: Bench) -> Row:
-    with bench.engine(SMALL_POOL, meddled("SomeUnproven")) as engine:
+    with bench.engine(SMALL_POOL, faulty("SomeUnproven")) as engine:
         transport = engine.worker_connector.transport
         for turn in range(3):
             engine.serve(bench.turn(turn))

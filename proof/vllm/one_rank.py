@@ -15,7 +15,7 @@ from .models import DENSE
 from .outputs import compare
 from .prompts import burst, words
 from .rows import Row
-from .transfers import OURS, PEER, meddled
+from .transfers import OURS, PEER, faulty
 from .transfers import ours as ours_with
 
 __all__ = ["SCENARIOS", "SMALL_POOL", "ours", "without"]
@@ -115,27 +115,27 @@ def preemption(bench: Bench) -> Row:
 
 
 def all_fail(bench: Bench) -> Row:
-    with bench.engine(SMALL_POOL, meddled("AllFail")) as engine:
+    with bench.engine(SMALL_POOL, faulty("AllFail")) as engine:
         served, transport = bench.talk(engine), engine.worker_connector.transport
-    row = bench.judge("every load fails", served, f"{transport.num_meddled} loads failed")
-    return row.missed("" if transport.num_meddled else "nothing was loaded")
+    row = bench.judge("every load fails", served, f"{transport.num_failed_loads} loads failed")
+    return row.missed("" if transport.num_failed_loads else "nothing was loaded")
 
 
 def half_fail(bench: Bench) -> Row:
     """vLLM counts what was promised as cached; what it had to compute says what of that has come."""
-    with bench.engine(SMALL_POOL, meddled("HalfFail")) as engine:
+    with bench.engine(SMALL_POOL, faulty("HalfFail")) as engine:
         served, transport = bench.talk(engine), engine.worker_connector.transport
-    found = f"{transport.num_meddled} loads failed, {served.num_scheduled_tokens:,} tokens computed"
+    found = f"{transport.num_failed_loads} loads failed, {served.num_scheduled_tokens:,} tokens computed"
     row = bench.judge("every load fails half-way", served, found)
     all_tokens = sum(len(prompt) for prompt in bench.prompts.values())
     return row.missed(
-        "" if transport.num_meddled else "nothing was loaded",
+        "" if transport.num_failed_loads else "nothing was loaded",
         "" if served.num_scheduled_tokens < all_tokens * MOST_COMPUTED else "what had landed was computed again",
     )
 
 
 def tampered_and_verified(bench: Bench) -> Row:
-    with bench.engine(SMALL_POOL, meddled("Counted", verify=True)) as engine:
+    with bench.engine(SMALL_POOL, faulty("Counted", verify=True)) as engine:
         served = _tampered(bench, engine)
         corrupt = engine.worker_connector.transport.statistics().blocks_corrupt
     row = bench.judge("bytes in the host are changed, verify", served, f"{corrupt} blocks were found corrupt")
@@ -144,7 +144,7 @@ def tampered_and_verified(bench: Bench) -> Row:
 
 def tampered(bench: Bench) -> Row:
     """The same without the check: it has to be what saves the outputs above."""
-    with bench.engine(SMALL_POOL, meddled("Counted")) as engine:
+    with bench.engine(SMALL_POOL, faulty("Counted")) as engine:
         served = _tampered(bench, engine)
     row = bench.judge("the same, without verify: outputs have to differ", served, may_differ=True)
     return row.missed("" if "differ" in row.outputs else "the outputs do not hang on these bytes")
@@ -170,7 +170,7 @@ def hung(bench: Bench) -> Row:
 def _late(bench: Bench, name: str, about: str, **extra: object) -> Row:
     """Loads of the second turn end late: they write and are proven before the last turn. Until then their blocks have
     to be held, and nobody may compute into them."""
-    with bench.engine(SMALL_POOL, meddled(name, **extra)) as engine:
+    with bench.engine(SMALL_POOL, faulty(name, **extra)) as engine:
         transport = engine.worker_connector.transport
         for turn in range(3):
             engine.serve(bench.turn(turn))
@@ -188,7 +188,7 @@ def bursts(bench: Bench) -> Row:
     with bench.engine(200) as engine:
         engine.serve(prompts)
         reference = engine.rest()
-    with bench.engine(200, meddled("Counted")) as engine:
+    with bench.engine(200, faulty("Counted")) as engine:
         engine.serve({"first": prompts["b0"][: NUM_SHARED + 1]}, 1)
         engine.rest()
         engine.forget()

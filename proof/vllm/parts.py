@@ -28,7 +28,7 @@ PARTS = (
     Part("two_ranks", "tensor parallelism over two processes", 100),
     Part("serving", "the API server over HTTP", 125),
     Part("cost", "what the connector costs the scheduler", 90),
-    Part("their_tests", "vLLM's own tests of such a connector", 120),
-    Part("our_tests", "the connector's tests over vLLM's classes", 60, is_short=True),
+    Part("upstream_tests", "vLLM's own tests of such a connector", 120),
+    Part("connector_tests", "the connector's tests over vLLM's classes", 60, is_short=True),
 )
 """In the order in which they run."""

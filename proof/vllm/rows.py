@@ -1,4 +1,4 @@
-"""What a scenario has found: a line of the report, and its verdict."""
+"""The result of a scenario: a row of the report, and its verdict."""
 
 from __future__ import annotations
 

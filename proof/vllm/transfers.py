@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["IN_ONE_THREAD", "OURS", "PEER", "meddled", "ours"]
+__all__ = ["IN_ONE_THREAD", "OURS", "PEER", "faulty", "ours"]
 
 HOST_BYTES = 1 << 28
 
@@ -17,9 +17,9 @@ def ours(name: str = "AoffloadConnector", module: str = "aoffload.integrations.v
     }  # fmt: skip
 
 
-def meddled(name: str, **extra: Any) -> dict[str, Any]:
-    """One of the connectors of `proof.vllm.meddled`."""
-    return ours(name, "proof.vllm.meddled", **extra)
+def faulty(name: str, **extra: Any) -> dict[str, Any]:
+    """One of the connectors of `proof.vllm.faulty_connectors`."""
+    return ours(name, "proof.vllm.faulty_connectors", **extra)
 
 
 OURS = ours()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .bench import Bench, Scenario, Talks, run_part
 from .models import DENSE
 from .rows import Row
-from .transfers import OURS, meddled
+from .transfers import OURS, faulty
 
 __all__ = ["SCENARIOS"]
 
@@ -24,7 +24,7 @@ def ours(bench: Bench) -> Row:
 
 def one_fails(bench: Bench) -> Row:
     """What has landed on one rank alone has to be computed on both."""
-    with bench.engine(SMALL_POOL, meddled("FailOnSecondRank"), tensor_parallel_size=2) as engine:
+    with bench.engine(SMALL_POOL, faulty("FailOnSecondRank"), tensor_parallel_size=2) as engine:
         served = bench.talk(engine)
     found = f"{served.num_scheduled_tokens:,} tokens computed"
     row = bench.judge("two ranks: every third load fails on one of them", served, found)

@@ -29,7 +29,7 @@ SAID_AGAIN: Mapping[str, str] = {
     "test_reset_releases_pending_cpu_hits": "test_a_reset_forgets_hits",
     "test_reset_pending_loads": "test_a_reset_lets_loads_end",
 }
-"""Tests that read attributes of vLLM's manager, and which test of `proof.vllm.said_again` says what they are about."""
+"""Maps each test that reads attributes of vLLM's manager to the test of `proof.vllm.manager_behaviour` for it."""
 
 OTHERWISE: Mapping[str, str] = {
     "test_eager_store_preserves_secondary_block_hashes": "what is stored is found by the ledger's keys, not by hashes",

@@ -97,10 +97,10 @@ class Driven:
     def evict_device(self) -> None:
         """Everything unpinned leaves the device."""
         request = self.admit([9_999_999], max_hit_tokens=0)
-        room = self.ledger.statistics().device.num_free + self.ledger.statistics().device.num_cached
+        num_unpinned = self.ledger.statistics().device.num_free + self.ledger.statistics().device.num_cached
         unit = self.ledger.layout.unit_tokens
-        if room >= self.ledger.layout.width:
-            self.ledger.allocate_nowait(request, room // self.ledger.layout.width * unit)
+        if num_unpinned >= self.ledger.layout.width:
+            self.ledger.allocate_nowait(request, num_unpinned // self.ledger.layout.width * unit)
         self.release(request, "filler")
 
     def on_host_only(self, tokens: list[int], **options: Any) -> None:
@@ -121,8 +121,8 @@ class Driven:
         """Everything a refusal must not change."""
         tiers = [(tier.statistics(), [part.run.key for part in tier.order]) for tier in self.ledger.cache.tiers]
         runs = {key: repr(run) for key, run in self.ledger.cache.index.runs.items()}
-        line = self.ledger.admission.queue
-        return tiers, runs, list(line.extending), list(line.allocating), set(self.ledger.jobs.unsettled)
+        wait_queue = self.ledger.admission.queue
+        return tiers, runs, list(wait_queue.extending), list(wait_queue.allocating), set(self.ledger.jobs.unsettled)
 
 
 __all__ = ["BLOCK", "ROOT", "Direction", "Driven", "Tier", "prompt", "write_back"]

@@ -101,7 +101,7 @@ class EngineDriven:
                     self.memory[Tier.DEVICE][table[index]] = self.tag(tokens, number, index)
 
     def wrong(self, tokens: Sequence[int], tables: Sequence[Sequence[int]], start: int, stop: int) -> list[Any]:
-        """What a forward that goes on at `stop` would read wrongly behind `start`: (group, index, what is there)."""
+        """What a forward that goes on at `stop` would read wrongly after `start`: (group, index, what is there)."""
         found = []
         for number, (group, table) in enumerate(zip(self.ledger.layout.groups, tables, strict=True)):
             for index in group.attention.required_blocks(stop, group.block_size):
@@ -137,9 +137,9 @@ class EngineDriven:
         return plans
 
     def invalidate(self, request: LedgerRequest, from_token: int) -> list[LedgerRequest]:
-        told = self.ledger.invalidate(request, from_token)
+        affected = self.ledger.invalidate(request, from_token)
         self.check()
-        return list(told)
+        return list(affected)
 
     def launch(self, plans: Iterable[TransferPlan]) -> list[TransferPlan]:
         return [plan for plan in plans if self.ledger.launch(plan.job_id)]

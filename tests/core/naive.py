@@ -1,5 +1,6 @@
-"""The oracle: the same cache kept one block at a time. No runs, no splits, no merges; written from the design's rules.
-A key stands for the prefix that ends with one unit, `width` blocks. Every launched copy lands."""
+"""The reference model: the same cache, kept one block at a time, without runs, splits and merges.
+
+A key stands for the prefix that ends with one unit of `width` blocks. Every launched copy lands."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ class Tier:
         self.cached, self.pins, self.incoming = set(), Counter(), {}
         self.lru: dict[int, None] = {}  # cached and unpinned, oldest first
 
-    def room(self) -> int:
+    def num_available(self) -> int:
         return self.free + len(self.lru) * self.width
 
     def take(self, num_blocks: int) -> None:
@@ -66,7 +67,7 @@ class Naive:
 
     def take(self, r: Request, units: int) -> bool:
         present, device = r.units or r.published, self.tiers[DEVICE]
-        if (missing := max(0, units - present) * device.width) > device.room():
+        if (missing := max(0, units - present) * device.width) > device.num_available():
             return False
         device.take(missing)
         r.private, r.units = r.private + missing, max(units, present)
@@ -142,7 +143,7 @@ class Naive:
         for start in [i for i in missing if i > covered and i - 1 not in missing]:  # where a gap begins
             stop = next(i for i in range(start, len(keys) + 1) if i not in missing)
             host.pin(keys[:stop], instead_of=[])
-            if stored := min(stop - start, host.room() // host.width):
+            if stored := min(stop - start, host.num_available() // host.width):
                 host.take(stored * host.width)
                 self.plan(DEVICE, keys[: start + stored], start)
             host.pin([], instead_of=keys[:stop])

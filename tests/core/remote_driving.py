@@ -57,7 +57,7 @@ class Remote(Driven):
             config["disk"] = disk_of(num_slots)
         super().__init__(num_device, num_host, remote=remote_tier(), namespace="test", **config)
         assert self.ledger.remote.cell_units == CELL_UNITS
-        self.there: dict[bytes, CellLabel] = {}
+        self.cells_stored: dict[bytes, CellLabel] = {}
 
     def cells(self, tokens: list[int], **options: Any) -> tuple[CellLabel, ...]:
         return cells_of(self.prefix(tokens, **options), BLOCK, CELL_UNITS)
@@ -67,11 +67,11 @@ class Remote(Driven):
     ) -> None:
         if plan.destination is Tier.REMOTE and outcome is Outcome.LANDED:
             cell = cell_of(plan)
-            self.there[cell.digest] = cell
+            self.cells_stored[cell.digest] = cell
         super().end(plan, outcome, num_landed, corrupt)
 
     def is_wanted(self, cell: CellLabel) -> bool:
-        return cell.digest not in self.there
+        return cell.digest not in self.cells_stored
 
     def write_behind(
         self, max_blocks: int = HUGE, is_wanted: Callable[[CellLabel], bool] | None = None
@@ -96,17 +96,17 @@ class Remote(Driven):
         self.ledger.reset(Tier.HOST)
         self.ledger.check_integrity()
 
-    def told(self, tokens: list[int], **options: Any) -> int:
+    def num_stored_tokens(self, tokens: list[int], **options: Any) -> int:
         """The tokens that the store has of a prompt, as a question would tell."""
         found = 0
         for cell in self.cells(tokens, **options):
-            if cell.digest not in self.there:
+            if cell.digest not in self.cells_stored:
                 break
             found = cell.stop * BLOCK
         return found
 
     def fetch(self, tokens: list[int], num_tokens: int | None = None, **options: Any) -> Any:
-        num_tokens = self.told(tokens, **options) if num_tokens is None else num_tokens
+        num_tokens = self.num_stored_tokens(tokens, **options) if num_tokens is None else num_tokens
         fetch = self.ledger.fetches.fetch(self.prefix(tokens, **options), num_remote_tokens=num_tokens)
         self.ledger.check_integrity()
         return fetch
@@ -123,7 +123,7 @@ class Remote(Driven):
         """Takes the forgotten cells, and removes them from the store."""
         found = self.ledger.remote.take_forgotten()
         for cell in found:
-            self.there.pop(cell.digest, None)
+            self.cells_stored.pop(cell.digest, None)
         return list(found)
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 from driving import ROOT, prompt
-from tagged import Tagged
+from tagged_memory import Tagged
 
 from aoffload import FullAttention, KVCacheGroup, OutOfBlocks, RequestState, SlidingWindow, Tier
 from aoffload.ledger import LedgerRequest, Outcome, PinState, Prefix, TransferPlan
@@ -34,8 +34,8 @@ def allocated_beside_its_twin() -> tuple[Tagged, LedgerRequest, LedgerRequest]:
 
 
 def test_an_extension_refused_before_the_load_changes_nothing() -> None:
-    """`extend_nowait` between `allocate` and `load` is refused for want of room: nothing is matched again under the
-    block tables, the load brings what it was to bring, and every block comes back."""
+    """`extend_nowait` between `allocate` and `load` is refused because too few blocks are free: nothing is matched
+    again under the block tables, the load brings what it was to bring, and every block comes back."""
     driven, request, twin = allocated_beside_its_twin()
     before = fingerprint(driven.ledger)
     with pytest.raises(OutOfBlocks) as refused:
@@ -55,8 +55,8 @@ def test_an_extension_refused_before_the_load_changes_nothing() -> None:
 
 
 def test_what_was_computed_on_a_failed_forward_is_not_found_in_a_model_of_windows_alone() -> None:
-    """Somebody computes on what a failed forward has committed, and is gone before it is taken back: what it has cached
-    is wrong as well, and a miss from then on."""
+    """Somebody computes on what a failed forward has committed, and is gone before it is invalidated: what it has
+    cached is wrong as well, and a miss from then on."""
     driven = Tagged(40, 0, groups=[WINDOW])
     author = driven.running(A)
     driven.compute(author, 3, failed=True)
@@ -120,7 +120,8 @@ def test_a_step_holds_what_it_reads_although_that_was_taken_back_and_everybody_h
 
 
 def granted_after_a_lost_load() -> tuple[Tagged, LedgerRequest, LedgerRequest, TransferPlan]:
-    """A load is lost, and its request waits for room to compute; in between another has computed the first tokens."""
+    """A load is lost, and its request waits for free blocks to compute; in between another has computed the first
+    tokens."""
     driven = Tagged(20, groups=[FULL])
     driven.on_host_only(A[:7])
     driven.memory[Tier.DEVICE].clear()

@@ -1,4 +1,4 @@
-"""Components of limited reach: what is allocated, given back, matched, loaded and stored of them."""
+"""Sliding-window and chunked components: allocation, frees, matches, loads and stores."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def test_a_failed_load_is_computed_in_blocks_of_its_own() -> None:
 
 
 def test_a_refusal_keeps_what_the_load_would_adopt() -> None:
-    """Who is refused for want of room still has its match, and pins what lies on the device behind its device hit."""
+    """A request that is refused because too few blocks are free still has its match, and pins what lies on the device
+    after its device hit."""
     driven = Driven(16, 24, groups=BOTH)
     driven.on_host_only(A)
     driven.release(driven.running(A))  # on the device, too; then its window goes, which was let go of first

@@ -231,8 +231,8 @@ def test_a_request_in_line_is_not_matched_by_a_fetch() -> None:
     assert waits.match.num_host_tokens == 8 * BLOCK
 
 
-def in_line_behind(disk: Disk, head: LedgerRequest, tokens: list[int]) -> Waiter:
-    """A request that has fetched, and waits for room behind `head`."""
+def queued_after(disk: Disk, head: LedgerRequest, tokens: list[int]) -> Waiter:
+    """A request that has fetched, and waits for room after `head`."""
     found = disk.admit(tokens)
     fetch = disk.ledger.fetches.fetch(
         disk.prefix(tokens), lambda: disk.ledger.fetches.match_again(found), for_request=found
@@ -245,8 +245,8 @@ def in_line_behind(disk: Disk, head: LedgerRequest, tokens: list[int]) -> Waiter
     return waiter
 
 
-def line_of(disk: Disk) -> tuple[LedgerRequest, LedgerRequest]:
-    """A request that has all the room, and the head of the line for it. Neither is cached anywhere."""
+def full_device_with_queue(disk: Disk) -> tuple[LedgerRequest, LedgerRequest]:
+    """A request that has all the room, and the head of the wait queue for it. Neither is cached anywhere."""
     running = disk.running(prompt(2, 8 * BLOCK), store="none")
     head = disk.admit(prompt(3, 8 * BLOCK), store="none")
     disk.ledger.queue_allocation(head)
@@ -258,15 +258,15 @@ OTHERS = [[*prompt(name, 8 * BLOCK), 7] for name in (4, 5)]
 
 @pytest.mark.parametrize("windows", [False, True])
 def test_what_was_fetched_stays_while_its_request_waits_for_room(windows: bool) -> None:
-    """Behind the head of the line a request gives its match up, but not what the disk was read for: whatever else comes
-    into the host meanwhile, it is loaded once there is room."""
+    """After the head of the wait queue a request gives its match up, but not what the disk was read for: whatever else
+    comes into the host meanwhile, it is loaded once there is room."""
     more = [KVCacheGroup("window", attention=SlidingWindow(2 * BLOCK), block_size=BLOCK)] if windows else []
     groups = [KVCacheGroup("full", block_size=BLOCK), *more]
     disk = Disk(num_device=19 if windows else 10, num_host=24 if windows else 16, groups=groups)
     for tokens in (TOKENS, *OTHERS):
         disk.on_disk_only(tokens)
-    running, head = line_of(disk)
-    waiter = in_line_behind(disk, head, TOKENS)
+    running, head = full_device_with_queue(disk)
+    waiter = queued_after(disk, head, TOKENS)
     for other in OTHERS:
         disk.fetched(other)
     disk.release(head, "cancelled")
@@ -284,8 +284,8 @@ def test_requests_in_line_keep_no_more_than_the_share_of_all_fetches() -> None:
     disk = Disk(num_device=10, max_fetch_share=0.5)
     for tokens in (TOKENS, *OTHERS):
         disk.on_disk_only(tokens)
-    running, head = line_of(disk)
-    waiters = [in_line_behind(disk, head, each) for each in (TOKENS, OTHERS[0])]
+    running, head = full_device_with_queue(disk)
+    waiters = [queued_after(disk, head, each) for each in (TOKENS, OTHERS[0])]
     assert disk.ledger.statistics().host.num_pinned == 8
     disk.fetched(OTHERS[1])
     for request in (head, running):
@@ -299,11 +299,11 @@ def test_requests_in_line_keep_no_more_than_the_share_of_all_fetches() -> None:
 
 @pytest.mark.parametrize("how", ["release", "reset", "host", "invalidate"])
 def test_what_was_fetched_is_let_go_with_its_request_or_its_cache(how: str) -> None:
-    """Whoever leaves the line leaves nothing pinned, and what is forgotten is kept for nobody."""
+    """A request that leaves the wait queue leaves nothing pinned, and what is forgotten is kept for nobody."""
     disk = Disk(num_device=10)
     disk.on_disk_only(TOKENS)
-    running, head = line_of(disk)
-    waiter = in_line_behind(disk, head, TOKENS)
+    running, head = full_device_with_queue(disk)
+    waiter = queued_after(disk, head, TOKENS)
     if how == "release":
         disk.release(waiter.request, "cancelled")
     elif how == "invalidate":

@@ -1,4 +1,5 @@
-"""Stores on the disk: what the host is about to evict goes down first, whole prefixes, labelled, within a budget."""
+"""Stores on the disk: blocks are stored before their eviction from the host, in whole prefixes, labelled, and within a
+budget."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def test_what_the_host_is_about_to_evict_goes_down_first() -> None:
 
 
 def test_a_budget_cuts_the_end_off_not_the_front() -> None:
-    """At most so many blocks are stored in one call; the next one goes on behind them, though nothing has changed."""
+    """At most so many blocks are stored in one call; the next one goes on after them, though nothing has changed."""
     disk = Disk()
     disk.on_host_only(prompt(1, 16 * BLOCK))
     first = disk.write_behind(3)
@@ -92,7 +93,7 @@ def test_a_store_behind_another_has_the_labels_of_its_place() -> None:
 
 @pytest.mark.parametrize("flush", [False, True])
 def test_units_that_a_span_touches_have_no_label(flush: bool) -> None:
-    """What an image stands for is not in the tokens, so no restart can prove it, nor what is behind it."""
+    """What an image stands for is not in the tokens, so no restart can prove it, nor the part after it."""
     disk, tokens = Disk(num_host=6), prompt(1, 6 * BLOCK)
     disk.on_host_only(tokens, key_spans=[KeySpan(2 * BLOCK + 1, 3 * BLOCK, b"image")])
     plans = disk.flush() if flush else disk.write_behind()
@@ -116,7 +117,7 @@ def test_a_plan_says_how_often_the_disk_was_reset() -> None:
 
 
 def test_the_disk_evicts_its_oldest() -> None:
-    """Room on the disk is made by its own order: the tails of what was stored first."""
+    """Disk space is made by its own order: the tails of what was stored first."""
     disk = Disk(num_slots=8)
     disk.on_disk_only(prompt(1, 6 * BLOCK))
     disk.on_disk_only(prompt(2, 5 * BLOCK))

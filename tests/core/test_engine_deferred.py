@@ -1,4 +1,4 @@
-"""Engine-owned blocks: what an offer defers, because too much is in flight, is stored once there is room."""
+"""Engine-owned blocks: an offer over the bound in flight is deferred, and stored later."""
 
 from __future__ import annotations
 

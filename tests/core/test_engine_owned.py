@@ -1,8 +1,7 @@
-"""Blocks that an engine keeps: what is stored of them and loaded into them, and which of them jobs hold.
+"""Engine-owned blocks: stores from them, loads into them, and blocks held by jobs.
 
-Who waits for whom is in test_engine_pending.py, what is taken back in test_engine_taken_back.py, what is refused in
-test_engine_refusals.py, and every call in any order in test_engine_walks.py.
-"""
+Who waits for whom is in test_engine_pending.py, invalidated KV in test_engine_invalidation.py, what is refused in
+test_engine_refusals.py, and every call in any order in test_engine_walks.py."""
 
 from __future__ import annotations
 
@@ -91,7 +90,7 @@ def test_generated_tokens_are_stored_as_they_are_computed() -> None:
 
 
 def test_what_was_not_proven_to_be_stored_is_offered_again() -> None:
-    """Of a store that failed what lies behind what has landed, of one that nobody can prove everything."""
+    """Of a store that failed what follows what has landed, of one that nobody can prove everything."""
     driven = EngineDriven(8)
     request, (table,) = driven.computed(A)
     (plan,) = driven.launch(driven.offer(request, 17, [table]))
@@ -251,7 +250,7 @@ def test_the_spine_is_stored_up_to_the_first_null_block() -> None:
 
 
 def test_of_a_window_null_blocks_are_skipped_one_by_one() -> None:
-    """What lies before and behind one is stored; the window is found once it is whole."""
+    """What lies before and after one is stored; the window is found once it is whole."""
     driven = EngineDriven(32, groups=windowed(17))
     request, (full, window) = driven.computed(A)
     plans = driven.offer(request, 17, [full, [window[0], 0, *window[2:]]])
@@ -368,7 +367,7 @@ def test_ids_may_be_ranges() -> None:
 
 
 def test_a_load_writes_behind_what_the_engine_has() -> None:
-    """Into exactly the blocks that are named for what is brought; what stands before and behind is not looked at."""
+    """Into exactly the blocks that are named for what is brought; what stands before and after is ignored."""
     driven = EngineDriven()
     driven.serve(A)
     request = driven.admit(A, 8)
@@ -424,7 +423,7 @@ def test_the_last_token_is_computed() -> None:
 
 
 def test_a_load_that_is_planned_again_has_the_last_wake() -> None:
-    """Nothing is planned twice; who asks last is told."""
+    """Nothing is planned twice; the last caller is woken."""
     driven, woken = EngineDriven(), list[str]()
     driven.serve(A)
     request = driven.admit(A)
@@ -589,8 +588,8 @@ def test_a_store_outlives_its_request() -> None:
 )
 @pytest.mark.parametrize("order", [1, -1])
 def test_of_a_load_counts_what_is_proven_without_a_gap(ends: Any, ready: int, order: int) -> None:
-    """In one group computing goes on behind it, in whatever order the copies end; the request remembers that it has
-    lost a load, and its engine is told once, when all of it is over."""
+    """In one group computing goes on after it, in whatever order the copies end; the request remembers that it has lost
+    a load, and its engine is told once, when all of it is over."""
     driven, woken = EngineDriven(max_job_bytes=2), list[int]()
     driven.serve(A)
     request, tables = driven.admit(A), driven.fresh(17)
@@ -627,7 +626,7 @@ def test_with_a_window_a_load_comes_whole_or_not_at_all(in_window: bool, is_firs
 
 
 def test_a_window_that_was_brought_from_the_start_on_may_end_early() -> None:
-    """All that a chunk needs lies in the load: computing goes on behind what has landed."""
+    """All that a chunk needs lies in the load: computing goes on after what has landed."""
     groups = [FULL, KVCacheGroup("chunk", ChunkedLocal(16), BLOCK)]
     driven = EngineDriven(32, groups=groups)
     tokens = A[:13]
@@ -658,7 +657,7 @@ def test_a_corrupt_block_is_forgotten() -> None:
 
 
 def test_what_was_matched_and_is_corrupt_by_now_is_not_loaded() -> None:
-    """Of a hit that another load has found corrupt only what is left is brought, and the blocks behind are nobody's."""
+    """Of a hit that another load has found corrupt only what is left is brought, and the blocks after are nobody's."""
     driven = EngineDriven(pending_timeout_s=1.0)
     driven.serve(A)
     _, (plan,) = driven.loading(A)
@@ -705,6 +704,6 @@ def test_pins_keep_a_share_of_the_host() -> None:
 
 
 def test_the_default_wait_is_short() -> None:
-    """Who waits for another one's load waits seconds, not minutes."""
+    """A request that waits for the load of another one waits seconds, not minutes."""
     config = OffloadConfig(groups=[KVCacheGroup("full", FullAttention())], num_host_blocks=1)
     assert config.pending_timeout_s == 2.0

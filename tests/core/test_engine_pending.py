@@ -31,7 +31,7 @@ def test_asking_again_with_the_same_number_keeps_the_pins() -> None:
 
 
 def test_asking_again_with_another_number_moves_the_pins() -> None:
-    """The engine's own cache has lost or gained blocks: what lies behind is asked for anew."""
+    """The engine's own cache has lost or gained blocks: what follows is asked for anew."""
     driven = EngineDriven()
     driven.serve(A)
     request = driven.admit(A, 8)
@@ -46,7 +46,7 @@ def test_asking_again_with_another_number_moves_the_pins() -> None:
 
 
 def test_asking_again_over_runs_that_were_cut_and_joined() -> None:
-    """Pins that move let go of runs that join again: what was found is found."""
+    """Pins that move release runs that join again: what was found is found."""
     driven = EngineDriven(32)
     for stop in (5, 9, 13, 17):
         driven.serve([*A[:stop], *B])
@@ -70,29 +70,29 @@ def test_who_needs_what_another_one_brings_is_told_to_ask_again() -> None:
     assert driven.admit(A, request_id="too early").match.num_tokens == 16, "nothing is planned yet"
     driven.release(driven.ledger.live_requests["too early"])
     plans = driven.load(bringer, tables)
-    asker = driven.pending(A, woken)
-    assert asker.match.num_tokens == 0 and not asker.leases
+    retried = driven.pending(A, woken)
+    assert retried.match.num_tokens == 0 and not retried.leases
     driven.launch(plans)
-    assert driven.ask(asker, 0, wake=lambda: woken.append("last")) == (0, 0, "pending")
+    assert driven.ask(retried, 0, wake=lambda: woken.append("last")) == (0, 0, "pending")
     driven.end(plans[0])
-    assert driven.ask(asker, 0, wake=lambda: woken.append("last"))[2] == "pending" and woken == []
+    assert driven.ask(retried, 0, wake=lambda: woken.append("last"))[2] == "pending" and woken == []
     assert driven.num_pinned() == 0
     assert driven.offer(bringer, 17, tables) == [] and woken == ["last"]
-    assert driven.ask(asker, 16) == (16, 0, "hit") and driven.load(asker) == []
+    assert driven.ask(retried, 16) == (16, 0, "hit") and driven.load(retried) == []
     driven.offer(bringer, 18, driven.fresh(20), [7])
     driven.release(bringer)
-    assert woken == ["last"] and asker.num_computed_tokens == 16
+    assert woken == ["last"] and retried.num_computed_tokens == 16
 
 
 def test_the_answer_after_it_may_be_a_load() -> None:
-    """The engine has evicted the blocks again, or never cached them: who was pending loads for itself."""
+    """The engine has evicted the blocks again, or never cached them: the pending request loads for itself."""
     driven, woken = EngineDriven(), list[str]()
     driven.serve(A)
     bringer, plans = driven.loading(A)
-    asker = driven.pending(A, woken)
+    retried = driven.pending(A, woken)
     driven.land(plans)
     driven.release(bringer, "preempted")
-    assert woken == ["asker"] and driven.ask(asker) == (0, 16, "hit") and driven.num_pinned() == 4
+    assert woken == ["asker"] and driven.ask(retried) == (0, 16, "hit") and driven.num_pinned() == 4
 
 
 @pytest.mark.parametrize("is_launched", [False, True])
@@ -121,11 +121,11 @@ def test_pending_ends_when_nothing_of_the_load_has_come(outcome: Outcome) -> Non
     driven, woken = EngineDriven(), list[str]()
     driven.serve(A)
     _, (plan,) = driven.loading(A)
-    asker = driven.pending(A, woken)
+    retried = driven.pending(A, woken)
     driven.end(plan, outcome, 0, (0,) if outcome is Outcome.CORRUPT else ())
     assert woken == ["asker"]
     left = 0 if outcome is Outcome.CORRUPT else 16
-    assert driven.ask(asker) == (0, left, "hit" if left else "miss")
+    assert driven.ask(retried) == (0, left, "hit" if left else "miss")
 
 
 def test_pending_ends_when_what_was_loaded_is_taken_back() -> None:
@@ -134,15 +134,15 @@ def test_pending_ends_when_what_was_loaded_is_taken_back() -> None:
     driven.serve(A)
     bringer, plans = driven.loading(A)
     driven.land(plans)
-    asker = driven.pending(A, woken)
+    retried = driven.pending(A, woken)
     driven.invalidate(bringer, 16)
     assert woken == [], "what it has loaded ends there"
     driven.invalidate(bringer, 9)
     assert woken == ["asker"]
-    assert driven.ask(asker, wake=lambda: woken.append("again")) == (0, 0, "pending"), "two blocks still come"
+    assert driven.ask(retried, wake=lambda: woken.append("again")) == (0, 0, "pending"), "two blocks still come"
     driven.invalidate(bringer, 2)
-    assert woken == ["asker", "again"] and driven.ask(asker) == (0, 0, "miss")
-    driven.release(asker)
+    assert woken == ["asker", "again"] and driven.ask(retried) == (0, 0, "miss")
+    driven.release(retried)
     driven.release(bringer)
     driven.assert_at_rest()
 
@@ -154,11 +154,11 @@ def test_pending_ends_by_the_clock() -> None:
     driven.serve(A)
     driven.now = 100.0
     driven.loading(A)
-    asker = driven.pending(A, woken)
+    retried = driven.pending(A, woken)
     for driven.now in (101.0, 102.5, 102.9):
-        assert driven.ask(asker, wake=lambda: woken.append("asker")) == (0, 0, "pending")
+        assert driven.ask(retried, wake=lambda: woken.append("asker")) == (0, 0, "pending")
     driven.now = 103.0
-    assert driven.ask(asker) == (0, 16, "hit")
+    assert driven.ask(retried) == (0, 16, "hit")
     driven.release(driven.ledger.live_requests["request-1"])
     assert woken == [], "it waits for nobody any more"
 
@@ -168,16 +168,16 @@ def test_who_was_pending_before_may_be_so_again() -> None:
     driven, woken = EngineDriven(pending_timeout_s=3.0), list[str]()
     driven.serve(A)
     bringer, _ = driven.loading(A)
-    asker = driven.pending(A, woken)
+    retried = driven.pending(A, woken)
     driven.release(bringer, "preempted")
     driven.now = 10.0
-    assert driven.ask(asker, 0) == (0, 16, "hit")
+    assert driven.ask(retried, 0) == (0, 16, "hit")
     driven.loading(A)
-    assert driven.ask(asker, 4) == (4, 0, "pending")
+    assert driven.ask(retried, 4) == (4, 0, "pending")
     driven.now = 12.9
-    assert driven.ask(asker, 4) == (4, 0, "pending")
+    assert driven.ask(retried, 4) == (4, 0, "pending")
     driven.now = 13.0
-    assert driven.ask(asker, 4) == (4, 12, "hit")
+    assert driven.ask(retried, 4) == (4, 12, "hit")
 
 
 def test_who_does_not_need_what_is_brought_does_not_wait() -> None:
@@ -217,7 +217,7 @@ def test_whoever_is_woken_may_ask_at_once() -> None:
     driven, found = EngineDriven(), list[Any]()
     driven.serve(A)
     bringer, plans = driven.loading(A)
-    asker = driven.admit(A, wake=lambda: found.append(driven.ledger.match_again(asker, num_device_tokens=0)))
+    retried = driven.admit(A, wake=lambda: found.append(driven.ledger.match_again(retried, num_device_tokens=0)))
     driven.land(plans)
     driven.release(bringer)
     driven.check()

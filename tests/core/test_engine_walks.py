@@ -1,9 +1,9 @@
-"""Whatever an engine that keeps its blocks calls, in whatever order."""
+"""Random walks over all calls of `HostCache`: each request reads the right bytes or computes them."""
 
 from __future__ import annotations
 
 import pytest
-from engine_walk import walks
+from engine_random_walk import walks
 
 MUST_HAPPEN = (
     "engine hit", "hit", "pending", "pending ended", "loading", "load landed", "load failed", "load corrupt",

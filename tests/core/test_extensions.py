@@ -1,4 +1,4 @@
-"""Extensions of a program: what they may do, and what happens to one that misbehaves."""
+"""Extensions of a program: permitted calls, and the handling of an extension that fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from aoffload._kernel.pools import ExtentPool, LeastRecentlyUsed, TierBlocks
 from aoffload._kernel.records import Job
 from aoffload.errors import CommitError, WrongState
 from aoffload.ledger import Build, ExtensionError, JobState, LedgerExtension, Outcome, Prefix, Root, TransferPlan
-from proof.programs.meddler import Meddler
+from proof.programs.random_extension import RandomExtension
 
 A, B = prompt(1, 10), prompt(2, 10)
 PASSED_ON = ("ask_admit", "ask_commit", "report_job")
@@ -542,16 +542,16 @@ def test_a_plain_ledger_has_no_hooks() -> None:
 
 def test_what_an_extension_does_in_its_hooks_is_accounted_for() -> None:
     """Leases and blocks that an extension holds and reports belong to it: everything is free after it lets go."""
-    meddler = Meddler(7)
+    acting = RandomExtension(7)
     driven = Driven(8)
-    driven.ledger = Ledger(driven.ledger.config, 9, extensions=[meddler])
+    driven.ledger = Ledger(driven.ledger.config, 9, extensions=[acting])
     for name in range(20):
         with suppress(AoffloadError):
             driven.serve(prompt(name % 5, 10))
         clear(driven.ledger)
-    assert meddler.num_acts
-    meddler.is_over = True
-    meddler.let_go()
+    assert acting.num_acts
+    acting.is_over = True
+    acting.return_all()
     driven.ledger.check_integrity()
     assert driven.num_pinned() == (0, 0)
 

@@ -54,7 +54,7 @@ def test_shared_blocks_outlive_the_parent() -> None:
 
 
 def test_a_fork_of_whole_blocks_copies_nothing() -> None:
-    """Whoever stands at the end of a block needs a block for what comes next, and no copy."""
+    """A request at the end of a block needs a block for what comes next, and no copy."""
     driven = Driven(8)
     parent = driven.running(A[:8])
     driven.commit(parent, 8, [7])

@@ -14,9 +14,9 @@ from driving import Driven, prompt
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
+from public_methods import verbs_of
 from remote_driving import remote_tier
 from test_match_machine import WHICH, MatchMachine
-from verbs import verbs_of
 
 from aoffload._common.prefix import Prefix, Root
 from aoffload._extensions.assembly import Ledger
@@ -700,8 +700,8 @@ class IllegalMachine(MatchMachine):
     @precondition(lambda self: self.ledger.admission.queue.allocating)
     @rule(which=WHICH)
     def accept_too_early(self, which: int) -> None:
-        line = self.ledger.admission.queue.allocating
-        waiter = line[which % len(line)]
+        wait_queue = self.ledger.admission.queue.allocating
+        waiter = wait_queue[which % len(wait_queue)]
         with refused(self.ledger, waiter, error=WrongState, says=("accept: ", repr(waiter))):
             self.ledger.accept(waiter)
 

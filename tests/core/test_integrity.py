@@ -1,4 +1,4 @@
-"""`check_integrity` itself: each law, broken by hand in a ledger that is busy with everything, is named."""
+"""`check_integrity`: each law is broken by hand in a busy ledger, and the error names it."""
 
 from __future__ import annotations
 

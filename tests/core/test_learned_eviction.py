@@ -1,4 +1,4 @@
-"""What eviction that learns promises: what it learns, that a prefix loses its tail first, the guard, and hints."""
+"""Learned eviction: the estimates, suffixes that are evicted before their prefixes, the guard, and hints."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def host_order(driven: Driven) -> list[Any]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_worth_falls_with_age_and_rises_with_use(seed: int) -> None:
-    """Whatever was seen: so a prefix is worth at least as much as what is behind it, which is older and less used."""
+    """Whatever was seen: so a prefix is worth at least as much as the part after it, which is older and less used."""
     rng = random.Random(seed)
     times = ReturnTimes(rng.choice((1, 40, 5000)))
     last = dict[int, tuple[int, int]]()

@@ -1,4 +1,4 @@
-"""Leases, allocation by all or nothing, and what a request may never read or write."""
+"""Leases, all-or-nothing allocation, and blocks that a request may not read or write."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_touched_prefix_survives() -> None:
 
 
 def test_a_prompt_pins_no_more_than_it_uses() -> None:
-    """What others publish behind a hit is not pinned by it: nobody is short of room because of their own pins."""
+    """What others publish after a hit is not pinned by it: nobody is short of free blocks because of their own pins."""
     driven = Driven(4, num_host=0)
     long = prompt(1, 17)
     driven.serve(prompt(1, 8))
@@ -177,7 +177,7 @@ def test_a_prompt_pins_no_more_than_it_uses() -> None:
 
 
 def test_a_device_hit_pins_no_more_than_it_has() -> None:
-    """The same where the hit goes on in host memory: what others bring behind its device part is theirs to pin."""
+    """The same where the hit goes on in host memory: what others bring after its device part is theirs to pin."""
     driven = Driven(10)
     long = prompt(1, 17)
     driven.serve(long)
@@ -246,7 +246,7 @@ def test_no_plan_names_the_null_block() -> None:
 
 def test_what_follows_a_long_run_does_not_copy_it() -> None:
     """Decoding costs the same however long the prompt is: the tokens of a long run stay where they are while blocks are
-    added behind it, and are joined with those once nobody needs the border any more."""
+    added after it, and are joined with those once nobody needs the border any more."""
     driven = Driven(2_000, 0)
     request = driven.running([token % 1000 for token in range(6_000)])
     driven.ledger.extend_nowait(request, 6_040)

@@ -46,7 +46,7 @@ def entity_of(kind: str) -> Any:
     return transfer if kind == "cache_transfer" else driven.ledger.jobs.unsettled[transfer.plans[0].job_id]
 
 
-class Told:
+class LeftStates:
     """What an observer was told of: the states that were left."""
 
     def __init__(self) -> None:
@@ -78,11 +78,11 @@ def test_an_illegal_move_raises_and_changes_nothing(kind: str, old: State, new: 
     """A move that the table does not have raises, names both states, and leaves the entity as it was."""
     entity = entity_of(kind)
     entity.state = old
-    before, told = fingerprint(entity), Told()
+    before, recorded = fingerprint(entity), LeftStates()
     with pytest.raises(IllegalTransition) as refusal:
-        move(Moves(told), kind, entity, new)
+        move(Moves(recorded), kind, entity, new)
     assert fingerprint(entity) == before
-    assert not told.left
+    assert not recorded.left
     assert (refusal.value.old, refusal.value.new) == (old.name, new.name)
     assert old.name in str(refusal.value) and new.name in str(refusal.value) and str(entity) in str(refusal.value)
 
@@ -90,15 +90,15 @@ def test_an_illegal_move_raises_and_changes_nothing(kind: str, old: State, new: 
 @pytest.mark.parametrize(("kind", "old", "new"), pairs(legal=True))
 def test_a_legal_move_happens(kind: str, old: State, new: State) -> None:
     """A move of the table changes the state, and the observer hears which one was left, if there is one."""
-    told = Told()
-    for observer in (None, told):
+    recorded = LeftStates()
+    for observer in (None, recorded):
         entity = entity_of(kind)
         entity.state = old
         moves = Moves(observer)
         move(moves, kind, entity, new)
-        assert entity.state is new and not told.left
+        assert entity.state is new and not recorded.left
         moves.report()
-    assert told.left == [old]
+    assert recorded.left == [old]
 
 
 @pytest.mark.parametrize("moves", TABLES.values(), ids=TABLES.keys())

@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import attrs
 import numpy as np
+from committed_prefixes import Author, MayHit, Text
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from may_hit import Author, MayHit, Text
 
 from aoffload._common.prefix import KeySpan, Prefix, Root
 from aoffload._config.config import OffloadConfig
@@ -206,7 +206,7 @@ class MatchMachine(RuleBasedStateMachine):
     def admit(self, text: Text, most: int | None, alignment: int, calls: int) -> None:
         client = self.enter(text, most, alignment)
         for _ in range(calls):
-            self.go_on(client)
+            self.next_call(client)
 
     def enter(self, text: Text, most: int | None = None, alignment: int = 1) -> Client:
         """What is pinned is what a look-up says, narrowed to the limits, and not a token less."""
@@ -224,9 +224,9 @@ class MatchMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.clients)
     @rule(which=WHICH, less=st.sampled_from([0, 0, 1, 2, 5, -3]), new=st.lists(st.integers(0, 1), max_size=3))
     def advance(self, which: int, less: int, new: list[int]) -> None:
-        self.go_on(self.clients[which % len(self.clients)], less, new)
+        self.next_call(self.clients[which % len(self.clients)], less, new)
 
-    def go_on(self, client: Client, less: int = 0, new: list[int] | tuple[()] = ()) -> None:
+    def next_call(self, client: Client, less: int = 0, new: list[int] | tuple[()] = ()) -> None:
         """The next call in the life of a request."""
         request = client.record
         if request.waiter is not None:
@@ -313,7 +313,7 @@ class MatchMachine(RuleBasedStateMachine):
     def serve(self, text: Text) -> None:
         """A whole life at once."""
         client = self.enter(text)
-        if self.ledger.admission.num_missing(client.record, -(-len(text.tokens) // self.unit)) <= self.room:
+        if self.ledger.admission.num_missing(client.record, -(-len(text.tokens) // self.unit)) <= self.num_available:
             self.ledger.allocate_nowait(client.record)
             self.take(self.ledger.plan_load(client.record))
             self.end_jobs()
@@ -322,22 +322,22 @@ class MatchMachine(RuleBasedStateMachine):
         self.end(client)
 
     @property
-    def room(self) -> int:
+    def num_available(self) -> int:
         return self.ledger.cache.tiers[0].num_available
 
     @precondition(lambda self: len(self.clients) < 5 and self.ledger.admission.queue.is_empty)
     @rule(text=texts(), outcome=OUTCOMES, where=WHICH)
     def serve_from_the_host(self, text: Text, outcome: Outcome, where: int) -> None:
-        """The same prompt twice, and in between somebody who needs all the room."""
+        """The same prompt twice, and in between a request that needs all blocks."""
         self.serve(text)
         self.end_jobs()
         filler = self.ledger.admit(Prefix.of(Root("filler"), [1]), max_hit_tokens=0)
-        if self.room >= self.width:
-            self.ledger.allocate_nowait(filler, self.room // self.width * self.unit)
+        if self.num_available >= self.width:
+            self.ledger.allocate_nowait(filler, self.num_available // self.width * self.unit)
         self.ledger.release(filler)
         client = self.enter(text)
-        self.go_on(client)
-        self.go_on(client)
+        self.next_call(client)
+        self.next_call(client)
         for job_id in tuple(self.plans):
             self.move_on(job_id, outcome, where)
         if client.record.state is S.RUNNING:
@@ -375,7 +375,7 @@ class MatchMachine(RuleBasedStateMachine):
         """The first forward of a prompt fails."""
         client = self.enter(text)
         for _ in range(3):
-            self.go_on(client)
+            self.next_call(client)
         if client.record.state is S.RUNNING and not self.is_calm:
             self.take_back(client, back, again)
 

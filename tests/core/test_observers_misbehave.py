@@ -32,15 +32,15 @@ class Raises:
     """Raises at each event, whatever that is."""
 
     def __init__(self, error: type[BaseException]) -> None:
-        self.error, self.num_told = error, 0
+        self.error, self.num_notified = error, 0
 
     def observe(self, event: Event) -> None:
-        self.num_told += 1
+        self.num_notified += 1
         raise self.error("an observer")
 
 
 def live(driven: Driven) -> tuple[int, int]:
-    """Requests of most kinds: hits in both tiers, a wait for room, a fork, a preemption, a pin, a reset."""
+    """Requests of most kinds: hits in both tiers, a wait for free blocks, a fork, a preemption, a pin, a reset."""
     driven.on_host_only(A)
     request = driven.running(A)
     ready = request.num_computed_tokens
@@ -70,41 +70,41 @@ def test_nothing_of_an_observers_goes_through(error: type[BaseException], is_cou
     raises = Raises(error)
     observers = Observers(raises)
     assert live(Driven(12, 16, observer=observers if is_counted else raises)) == live(Driven(12, 16)) == (16, 12)
-    assert raises.num_told > 20
-    assert not is_counted or observers.num_failures == raises.num_told
+    assert raises.num_notified > 20
+    assert not is_counted or observers.num_failures == raises.num_notified
 
 
 @pytest.mark.parametrize("error", RAISED)
 def test_nothing_of_a_watchers_goes_through(error: type[BaseException]) -> None:
-    """The same for who is told which blocks are cached."""
+    """The same for a watcher of cached blocks."""
 
     class Watches:
-        num_told = 0
+        num_notified = 0
 
-        def part_changed(self, *told: object) -> None:
-            self.num_told += 1
+        def part_changed(self, *subject: object) -> None:
+            self.num_notified += 1
             raise error
 
         all_cleared = part_changed
 
     driven, watcher = Driven(12, 16), Watches()
     driven.ledger.watch(watcher)
-    assert live(driven) == (16, 12) and watcher.num_told > 3
+    assert live(driven) == (16, 12) and watcher.num_notified > 3
 
 
 CALLS: dict[str, Callable[[Ledger, Any], object]] = {
     "admit": lambda ledger, _: ledger.admit(Prefix.of(ROOT, B)),
-    "release": lambda ledger, told: ledger.release(told),
-    "allocate": lambda ledger, told: ledger.allocate_nowait(told),
-    "queue": lambda ledger, told: ledger.queue_allocation(told),
-    "load": lambda ledger, told: ledger.plan_load(told),
-    "commit": lambda ledger, told: ledger.commit(told, 17),
-    "preempt": lambda ledger, told: ledger.preemption.preempt(told),
-    "fork": lambda ledger, told: ledger.forks.fork(told),
-    "step": lambda ledger, told: ledger.step([told]).__enter__(),
-    "launch": lambda ledger, told: ledger.launch(ledger.jobs.last_id),
-    "settle": lambda ledger, told: ledger.settle(_landed(ledger)),
-    "discard": lambda ledger, told: ledger.discard(ledger.jobs.last_id),
+    "release": lambda ledger, subject: ledger.release(subject),
+    "allocate": lambda ledger, subject: ledger.allocate_nowait(subject),
+    "queue": lambda ledger, subject: ledger.queue_allocation(subject),
+    "load": lambda ledger, subject: ledger.plan_load(subject),
+    "commit": lambda ledger, subject: ledger.commit(subject, 17),
+    "preempt": lambda ledger, subject: ledger.preemption.preempt(subject),
+    "fork": lambda ledger, subject: ledger.forks.fork(subject),
+    "step": lambda ledger, subject: ledger.step([subject]).__enter__(),
+    "launch": lambda ledger, subject: ledger.launch(ledger.jobs.last_id),
+    "settle": lambda ledger, subject: ledger.settle(_landed(ledger)),
+    "discard": lambda ledger, subject: ledger.discard(ledger.jobs.last_id),
     "write_back": lambda ledger, _: write_back(ledger),
     "pin": lambda ledger, _: ledger.pins.hold(Prefix.of(ROOT, A)),
     "drop_pins": lambda ledger, _: ledger.pins.drop(),
@@ -356,7 +356,7 @@ def test_an_offer_is_undone_if_foreign_code_raises_in_it(call: str, wrong: Any) 
 
 @pytest.mark.parametrize("call", ["seen", "wanted_stop"])
 def test_a_request_ends_even_if_the_policy_raises(call: str) -> None:
-    """Whoever leaves a request calls once, and no block stays with what is over."""
+    """Each request is left with one call, and no block stays with what is over."""
     policy = AnswersOnce()
     policy.call = call
     driven = Driven(12, 16, store_policy=policy)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import attrs
 import pytest
-from lockstep import Client, Lockstep
+from naive_lockstep import Client, Lockstep
 
 from aoffload._common.prefix import KeySpan, Root
 from aoffload._kernel.states import RequestState as State

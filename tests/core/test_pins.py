@@ -1,4 +1,4 @@
-"""What a program keeps, fetches ahead and sends away, through the synchronous face."""
+"""Pins, prefetches and demotions through the synchronous API."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def pin(driven: Driven, tokens: list[int], expires_at: float = math.inf) -> Pin:
     return found
 
 
-def unpin(driven: Driven, held: Pin) -> None:
-    driven.ledger.pins.release(held)
+def unpin(driven: Driven, handle: Pin) -> None:
+    driven.ledger.pins.release(handle)
     driven.ledger.check_integrity()
 
 
@@ -74,15 +74,15 @@ def test_a_pin_outlives_a_storm(groups: Any) -> None:
     """What was cached stays cached whatever comes and goes; once the pin has ended it is evictable at once."""
     driven = Driven(16, 16, groups=groups)
     driven.serve(A)
-    held = pin(driven, A)
-    assert (held.state, held.match.num_tokens) == (PinState.HELD, 8)
+    handle = pin(driven, A)
+    assert (handle.state, handle.match.num_tokens) == (PinState.HELD, 8)
     storm(driven)
     driven.evict_device()
     assert driven.hit(A) == (8, 0)
     pinned, cached = driven.num_pinned(), driven.ledger.statistics().device.num_cached
     assert min(pinned) > 0
-    unpin(driven, held)
-    assert held.state is PinState.RELEASED
+    unpin(driven, handle)
+    assert handle.state is PinState.RELEASED
     assert driven.num_pinned() == (0, 0)
     assert driven.ledger.statistics().device.num_cached == cached + pinned[0]
     driven.evict_device()
@@ -94,14 +94,14 @@ def test_a_pin_keeps_what_only_the_host_holds(groups: Any) -> None:
     """A prompt that is in host memory alone is kept there, and costs the device nothing."""
     driven = Driven(16, 16, groups=groups)
     driven.on_host_only(A)
-    held = pin(driven, A)
+    handle = pin(driven, A)
     assert driven.num_pinned()[0] == 0
     storm(driven)
     assert driven.hit(A) == (0, 8)
     loading = driven.running(A)
     assert loading.num_computed_tokens == 8
     driven.release(loading)
-    unpin(driven, held)
+    unpin(driven, handle)
     storm(driven)
     assert driven.hit(A) == (0, 0)
 
@@ -111,13 +111,13 @@ def test_a_pin_keeps_the_last_whole_block() -> None:
     driven = Driven(16, 8, store_policy="off")
     longer = [*A[:8], 7, 7, 7]
     driven.serve(A)
-    held = pin(driven, A[:8])
-    assert held.match.num_device_tokens == 8
+    handle = pin(driven, A[:8])
+    assert handle.match.num_device_tokens == 8
     storm(driven)
     driven.evict_device()
     assert driven.hit(longer) == (8, 0)
     assert driven.hit(A[:8]) == (4, 0)
-    unpin(driven, held)
+    unpin(driven, handle)
 
 
 def test_a_pin_of_a_window_serves_the_same_prompt_and_longer_ones() -> None:
@@ -125,22 +125,22 @@ def test_a_pin_of_a_window_serves_the_same_prompt_and_longer_ones() -> None:
     driven = Driven(32, 0, groups=GROUPS["full and sliding"])
     tokens = prompt(1, 17)
     driven.serve(tokens)
-    held = pin(driven, tokens[:16])
+    handle = pin(driven, tokens[:16])
     driven.evict_device()
     assert driven.hit(tokens) == (16, 0)
     assert driven.hit(tokens[:16]) == (12, 0)
-    unpin(driven, held)
+    unpin(driven, handle)
 
 
 def test_nothing_cached_is_a_pin_of_nothing() -> None:
     """A miss is no error: the pin is held, keeps nothing, and ends like any other."""
     driven = Driven(8)
-    held = pin(driven, A)
-    assert (held.state, held.match.num_tokens, driven.num_pinned()) == (PinState.HELD, 0, (0, 0))
+    handle = pin(driven, A)
+    assert (handle.state, handle.match.num_tokens, driven.num_pinned()) == (PinState.HELD, 0, (0, 0))
     driven.serve(A)
     driven.evict_device()
     assert driven.hit(A) == (0, 8)  # what came later is not its
-    unpin(driven, held)
+    unpin(driven, handle)
 
 
 def test_a_pin_lapses_when_it_is_told_the_time() -> None:
@@ -170,11 +170,11 @@ def test_a_pin_is_released_once() -> None:
     """Released twice is refused by both names, and changes nothing."""
     driven = Driven(8)
     driven.serve(A)
-    held, other = pin(driven, A), pin(driven, A)
-    unpin(driven, held)
+    handle, other = pin(driven, A), pin(driven, A)
+    unpin(driven, handle)
     before = fingerprint(driven.ledger)
     with pytest.raises(IllegalTransition, match="pin 1: no move from RELEASED to RELEASED"):
-        driven.ledger.pins.release(held)
+        driven.ledger.pins.release(handle)
     assert not changes(before, fingerprint(driven.ledger))
     unpin(driven, other)
     assert driven.num_pinned() == (0, 0)
@@ -182,7 +182,7 @@ def test_a_pin_is_released_once() -> None:
 
 def test_all_pins_together_keep_a_share_of_each_tier() -> None:
     """Beyond `max_pinned_share`, a pin is refused with the numbers, and nothing is changed. What two pins share counts
-    once; what another has let go of counts no more."""
+    once; what another has released counts no more."""
     driven = Driven(8, max_pinned_share=0.5)
     for tokens in (A, B, C):
         driven.serve(tokens)
@@ -195,8 +195,8 @@ def test_all_pins_together_keep_a_share_of_each_tier() -> None:
     again = pin(driven, A)
     unpin(driven, second)
     with_room = pin(driven, C)
-    for held in (first, again, with_room):
-        unpin(driven, held)
+    for handle in (first, again, with_room):
+        unpin(driven, handle)
     assert driven.num_pinned() == (0, 0)
 
 
@@ -215,47 +215,48 @@ def test_a_pin_yields_to_a_request_that_nobody_else_could_make_room_for() -> Non
     driven = Driven(8, max_pinned_share=1.0)
     for tokens in (A, B, C):
         driven.serve(tokens)
-    held = [pin(driven, tokens, expires_at) for tokens, expires_at in ((A, 30.0), (B, 10.0), (C, 20.0))]
+    handle = [pin(driven, tokens, expires_at) for tokens, expires_at in ((A, 30.0), (B, 10.0), (C, 20.0))]
     request = driven.admit(prompt(9, 17))
     with pytest.raises(OutOfBlocks):
         driven.ledger.allocate_nowait(request)  # what does not wait ends nobody's pin
-    assert [one.state for one in held] == [PinState.HELD] * 3
+    assert [one.state for one in handle] == [PinState.HELD] * 3
     waiter = driven.ledger.queue_allocation(request)
     driven.ledger.check_integrity()
     assert waiter.granted is not None
-    assert [one.state for one in held] == [PinState.HELD, PinState.YIELDED, PinState.YIELDED]
+    assert [one.state for one in handle] == [PinState.HELD, PinState.YIELDED, PinState.YIELDED]
     driven.ledger.accept(waiter)
     driven.release(request)
-    unpin(driven, held[0])
+    unpin(driven, handle[0])
     assert driven.num_pinned() == (0, 0)
 
 
 def test_no_pin_yields_while_somebody_else_will_let_go() -> None:
-    """A request that runs makes room when it ends: who is first in line waits for that, and the pin stays."""
+    """A request that runs makes room when it ends: the head of the wait queue waits for that, and the pin stays."""
     driven = Driven(8, max_pinned_share=1.0)
     driven.serve(A)
-    held, running = pin(driven, A), driven.running(prompt(8, 20))
+    handle, running = pin(driven, A), driven.running(prompt(8, 20))
     request = driven.admit(prompt(9, 20))
     waiter = driven.ledger.queue_allocation(request)
-    assert not waiter.is_over and held.state is PinState.HELD
+    assert not waiter.is_over and handle.state is PinState.HELD
     driven.release(running)
-    assert waiter.granted is not None and held.state is PinState.HELD
+    assert waiter.granted is not None and handle.state is PinState.HELD
     driven.ledger.accept(waiter)
     driven.release(request)
-    unpin(driven, held)
+    unpin(driven, handle)
 
 
 @pytest.mark.parametrize("ends", ["unpin", "lapse", "drop"])
 def test_whoever_waits_is_served_when_a_pin_ends(ends: str) -> None:
-    """The end of a pin changes room like the end of a request: the first in line is granted in the same step."""
+    """The end of a pin changes room like the end of a request: the first in the wait queue is granted in the same
+    step."""
     driven = Driven(8, max_pinned_share=1.0)
     driven.serve(A)
-    held, running = pin(driven, A, 10.0), driven.running(prompt(8, 8))
+    handle, running = pin(driven, A, 10.0), driven.running(prompt(8, 8))
     request = driven.admit(prompt(9, 24))
     waiter = driven.ledger.queue_allocation(request)
     assert not waiter.is_over
     if ends == "unpin":
-        driven.ledger.pins.release(held)
+        driven.ledger.pins.release(handle)
     elif ends == "lapse":
         driven.ledger.lapse(10.0)
     else:
@@ -286,24 +287,24 @@ def test_two_pins_of_one_prompt_yield_together() -> None:
     """Each alone would make no room."""
     driven = Driven(4, max_pinned_share=1.0)
     driven.serve(A)
-    held = [pin(driven, A), pin(driven, A), pin(driven, A[:4])]
+    handle = [pin(driven, A), pin(driven, A), pin(driven, A[:4])]
     request = driven.admit(prompt(9, 16))
     waiter = driven.ledger.queue_allocation(request)
     driven.ledger.check_integrity()
     assert waiter.granted is not None
-    assert [one.state for one in held] == [PinState.YIELDED] * 3
+    assert [one.state for one in handle] == [PinState.YIELDED] * 3
 
 
 def test_a_reset_drops_pins() -> None:
     """Nothing cached is kept by a reset, so nothing is pinned by what kept it."""
     driven = Driven(8)
     driven.serve(A)
-    held = pin(driven, A)
+    handle = pin(driven, A)
     driven.ledger.reset()
     driven.ledger.check_integrity()
-    assert held.state is PinState.DROPPED
+    assert handle.state is PinState.DROPPED
     assert driven.num_pinned() == (0, 0)
-    unpin(driven, held)
+    unpin(driven, handle)
     assert driven.hit(A) == (0, 0)
 
 
@@ -312,13 +313,13 @@ def test_a_pin_does_not_keep_what_turned_out_to_be_wrong() -> None:
     driven = Driven(8)
     running = driven.running(A)
     driven.land(driven.commit(running))
-    held = pin(driven, A)
+    handle = pin(driven, A)
     driven.ledger.invalidation.invalidate(running, 4)
     driven.ledger.check_integrity()
-    assert held.match.num_tokens == 4
+    assert handle.match.num_tokens == 4
     driven.release(running, "failed")
     assert driven.num_pinned() == (1, 1)
-    unpin(driven, held)
+    unpin(driven, handle)
     assert driven.num_pinned() == (0, 0)
 
 
@@ -326,14 +327,14 @@ def test_a_pin_does_not_keep_a_corrupt_block() -> None:
     """A block that failed its checksum is forgotten, and free at once, pinned or not."""
     driven = Driven(8)
     driven.on_host_only(A)
-    held = pin(driven, A)
+    handle = pin(driven, A)
     request = driven.allocated(A)
     (plan,) = driven.launch(driven.ledger.plan_load(request))
     driven.end(plan, Outcome.CORRUPT, 1, (1,))
     driven.release(request)
     assert driven.num_pinned()[1] == 1
     assert driven.ledger.statistics().host.num_free == 15
-    unpin(driven, held)
+    unpin(driven, handle)
     assert driven.num_pinned() == (0, 0)
 
 
@@ -345,28 +346,28 @@ def test_a_time_that_is_none(bad: Any) -> None:
     """Refused by name, with nothing changed."""
     driven = Driven(8)
     driven.serve(A)
-    held = pin(driven, A)
+    handle = pin(driven, A)
     before = fingerprint(driven.ledger)
     with pytest.raises(InvalidArgument, match="expires_at"):
         driven.ledger.pins.hold(prefix(A), expires_at=bad)
     with pytest.raises(InvalidArgument, match="now"):
         driven.ledger.lapse(bad)
     assert not changes(before, fingerprint(driven.ledger))
-    unpin(driven, held)
+    unpin(driven, handle)
 
 
 def test_what_another_ledger_made_is_refused() -> None:
     """Its blocks are not ours."""
     driven, other = Driven(8), Driven(8)
     driven.on_host_only(A)
-    held, transfer = pin(driven, A), prefetch(driven, A)
-    for bad in (held, None, 7):
+    handle, transfer = pin(driven, A), prefetch(driven, A)
+    for bad in (handle, None, 7):
         with pytest.raises(InvalidArgument, match="pin"):
             other.ledger.pins.release(bad)  # type: ignore[arg-type]
-    for bad in (transfer, None, held):
+    for bad in (transfer, None, handle):
         with pytest.raises(InvalidArgument, match="transfer"):
             other.ledger.transfers.cancel(bad)  # type: ignore[arg-type]
-    assert held.state is PinState.HELD and not transfer.is_over
+    assert handle.state is PinState.HELD and not transfer.is_over
 
 
 # -- prefetches ---------------------------------------------------------------------------------------------------
@@ -406,8 +407,8 @@ def test_a_prefetch_under_a_full_device_changes_nothing(groups: Any) -> None:
     """No room that is not pinned: no blocks, no jobs, no counts; it is over at once."""
     driven = Driven(12, 16, groups=groups, max_prefetch_share=1.0)
     driven.on_host_only(A)
-    room = driven.ledger.statistics().device.num_free + driven.ledger.statistics().device.num_cached
-    hog = driven.allocated(prompt(8, room // driven.ledger.layout.width * 4))
+    num_unpinned = driven.ledger.statistics().device.num_free + driven.ledger.statistics().device.num_cached
+    hog = driven.allocated(prompt(8, num_unpinned // driven.ledger.layout.width * 4))
     before = driven.ledger.statistics()
     transfer = prefetch(driven, A)
     assert (transfer.state, transfer.plans, transfer.num_tokens) == (CacheTransferState.DONE, (), 0)
@@ -421,18 +422,18 @@ def test_a_prefetch_evicts_only_what_is_unpinned() -> None:
     driven.on_host_only(A)
     driven.serve(B)
     driven.serve(C)
-    held, reading = pin(driven, B), driven.running(C)
+    handle, reading = pin(driven, B), driven.running(C)
     assert driven.ledger.statistics().device.num_free == 1
     transfer = prefetch(driven, A)
     driven.land(transfer.plans)
     assert transfer.num_tokens == 4  # as much as there was room for
     assert driven.hit(B) == (8, 0) and driven.hit(C) == (8, 0)
     driven.release(reading)
-    unpin(driven, held)
+    unpin(driven, handle)
 
 
 def test_a_prefetch_takes_nothing_while_somebody_waits_for_room() -> None:
-    """Whoever is in the line comes first, even if there is something left."""
+    """Requests in the wait queue come first, even if blocks are free."""
     driven = Driven(8, max_prefetch_share=1.0)
     driven.on_host_only(A)
     hog, waits = driven.allocated(prompt(8, 20)), driven.admit(prompt(9, 20))
@@ -596,7 +597,7 @@ def test_what_somebody_reads_stays(keeper: str) -> None:
     driven = Driven(8)
     driven.serve(A)
     request = driven.running(A) if keeper != "pin" else None
-    held = pin(driven, A) if keeper == "pin" else None
+    handle = pin(driven, A) if keeper == "pin" else None
     step = driven.ledger.step([request]) if keeper == "step" and request is not None else None
     if step is not None and request is not None:
         step.__enter__()
@@ -607,8 +608,8 @@ def test_what_somebody_reads_stays(keeper: str) -> None:
         step.__exit__(None, None, None)
     elif request is not None:
         driven.release(request)
-    elif held is not None:
-        unpin(driven, held)
+    elif handle is not None:
+        unpin(driven, handle)
     assert demote(driven, A).num_blocks == 2
 
 
@@ -644,14 +645,14 @@ def test_what_the_host_has_no_room_for_stays() -> None:
     """A demotion never loses what is cached."""
     driven = Driven(8, 2)
     driven.serve(B)
-    held = pin_all_of_the_host(driven)
+    handle = pin_all_of_the_host(driven)
     request = driven.running(A)
     driven.commit(request)
     driven.release(request)
     transfer = demote(driven, A)
     assert (transfer.state, transfer.plans, transfer.num_blocks) == (CacheTransferState.DONE, (), 0)
     assert driven.hit(A) == (8, 0)
-    unpin(driven, held)
+    unpin(driven, handle)
     driven.land(demote(driven, A).plans)
     assert driven.hit(A) == (0, 8)
 
@@ -727,7 +728,7 @@ def test_a_demotion_does_not_evict_what_is_hit_in_the_host() -> None:
     driven.launch([window])
     driven.release(request)
     driven.end(window, Outcome.FAILED)
-    held = pin(driven, short)
+    handle = pin(driven, short)
     driven.land([*driven.commit(request := driven.running(long)), *driven.release(request)])
     driven.evict_device()
     before = num_hit(driven, long)
@@ -735,7 +736,7 @@ def test_a_demotion_does_not_evict_what_is_hit_in_the_host() -> None:
     assert (before, num_hit(driven, long)) == (12, 12)
     driven.land(transfer.plans)
     assert num_hit(driven, long) == 12
-    unpin(driven, held)
+    unpin(driven, handle)
 
 
 # -- everything at once -------------------------------------------------------------------------------------------
@@ -805,9 +806,9 @@ def ask_for_anything(groups: Any, seed: Any, num_device: int, num_host: int) -> 
         elif call == "lapse":
             ledger.lapse(step)
         ledger.check_integrity()
-        for held, kept in pins:
-            if held.state is PinState.HELD:
-                assert sum(driven.hit([*kept, 0])) >= held.match.num_tokens, (call, held)
+        for handle, kept in pins:
+            if handle.state is PinState.HELD:
+                assert sum(driven.hit([*kept, 0])) >= handle.match.num_tokens, (call, handle)
     while queued:
         end_one(driven, queued.pop(0), seed)
     assert all(transfer.is_over for transfer in transfers)

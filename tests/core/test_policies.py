@@ -1,4 +1,4 @@
-"""What each store policy promises, on the ledger; and what one request may read and have stored."""
+"""The guarantees of each store policy on a ledger, and the limits of one request on reads and stores."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_being_stored_is_no_use() -> None:
 
 @pytest.mark.parametrize("before_it_lands", [True, False])
 def test_a_use_during_the_store_counts(before_it_lands: bool) -> None:
-    """Whoever hits what is being stored makes it the newest, whether the store or the request ends first."""
+    """A hit on blocks that are being stored makes them the newest, whether the store or the request ends first."""
     driven = Lazy(14)
     for tokens in (A, B):
         driven.serve(tokens)
@@ -125,7 +125,8 @@ def test_a_use_during_the_store_counts(before_it_lands: bool) -> None:
 
 
 def test_what_is_being_stored_counts_and_is_held() -> None:
-    """No more than a watermark is pinned by stores at a time. Who needs room meanwhile takes what lies behind."""
+    """No more than a watermark is pinned by stores at a time. A request that needs blocks meanwhile takes what
+    follows."""
     driven = Lazy(13)
     for tokens in (A, B, C):
         request = driven.running(tokens)

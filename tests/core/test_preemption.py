@@ -103,8 +103,8 @@ def test_whoever_waits_for_room_gets_it(driven: Driven) -> None:
     record = driven.running(A)
     driven.land(driven.commit(record, 17))
     waiting = driven.admit(prompt(3, 16))
-    room, layout = driven.ledger.admission.num_available, driven.ledger.layout
-    driven.running(prompt(4, room // layout.width * layout.unit_tokens))
+    num_available, layout = driven.ledger.admission.num_available, driven.ledger.layout
+    driven.running(prompt(4, num_available // layout.width * layout.unit_tokens))
     waiter = driven.ledger.queue_allocation(waiting)
     assert not waiter.is_over
     driven.land(driven.ledger.preemption.preempt(record).plans)

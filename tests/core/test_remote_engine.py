@@ -1,4 +1,4 @@
-"""A remote store behind a ledger whose device blocks belong to an engine: the same calls, the same promises."""
+"""A remote store below a `HostCache`: the same calls and guarantees."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Engine(EngineDriven):
 
     def __init__(self, num_host: int = 64) -> None:
         super().__init__(num_host, remote=remote_tier(), namespace="test", max_fetch_share=1.0)
-        self.there: dict[bytes, list[Any]] = {}
+        self.cells_stored: dict[bytes, list[Any]] = {}
 
     def put_and_get(self, plans: Any, outcome: Outcome = Outcome.LANDED) -> None:
         for plan in self.launch(plans):
             cell, host = cell_of(plan), self.memory[Tier.HOST]
             if plan.destination is Tier.REMOTE:
-                self.there[cell.digest] = [host[block_id] for block_id in plan.source_ids]
+                self.cells_stored[cell.digest] = [host[block_id] for block_id in plan.source_ids]
             elif outcome is Outcome.LANDED:
-                content = self.there[cell.digest]
+                content = self.cells_stored[cell.digest]
                 host.update({to: content[at] for at, to in zip(plan.source_ids, plan.destination_ids, strict=True)})
             self.settle(plan, outcome)
 
@@ -42,7 +42,7 @@ class Engine(EngineDriven):
         self.ledger.check_integrity()
 
     def is_wanted(self, cell: CellLabel) -> bool:
-        return cell.digest not in self.there
+        return cell.digest not in self.cells_stored
 
     def write_behind(self) -> tuple[TransferPlan, ...]:
         plans = self.ledger.remote.plan_stores(10**6, self.is_wanted)
@@ -52,15 +52,15 @@ class Engine(EngineDriven):
     def removed(self) -> list[CellLabel]:
         found = list(self.ledger.remote.take_forgotten())
         for cell in found:
-            self.there.pop(cell.digest, None)
+            self.cells_stored.pop(cell.digest, None)
         return found
 
     def fetch(self, tokens: list[int]) -> Any:
         cells = cells_of(Prefix.of(ROOT, tokens), BLOCK, CELL_UNITS)
-        there = 0
-        while there < len(cells) and cells[there].digest in self.there:
-            there += 1
-        fetch = self.ledger.fetches.fetch(Prefix.of(ROOT, tokens), num_remote_tokens=there * CELL)
+        cells_stored = 0
+        while cells_stored < len(cells) and cells[cells_stored].digest in self.cells_stored:
+            cells_stored += 1
+        fetch = self.ledger.fetches.fetch(Prefix.of(ROOT, tokens), num_remote_tokens=cells_stored * CELL)
         self.ledger.check_integrity()
         return fetch
 
@@ -76,7 +76,7 @@ def test_a_prompt_comes_back_for_an_engine() -> None:
     assert engine.write_behind() == ()
     engine.serve(TOKENS)
     engine.put_and_get(engine.write_behind())
-    assert len(engine.there) == 3
+    assert len(engine.cells_stored) == 3
     engine.ledger.reset(Tier.HOST)
     request = engine.admit(TOKENS)
     fetch = engine.fetch(TOKENS)
@@ -97,7 +97,7 @@ def test_a_hit_of_the_engine_s_own_makes_it_wanted_too() -> None:
 
 
 def test_what_an_engine_takes_back_is_removed() -> None:
-    """Its own cells, and those that a request behind it has stored; a queued store is given up with its offers."""
+    """Its own cells, and those that a request after it has stored; a queued store is given up with its offers."""
     engine = Engine()
     request, tables = engine.computed(TOKENS[: 6 * BLOCK])
     engine.land(engine.offer(request, 6 * BLOCK, tables))
@@ -105,11 +105,11 @@ def test_what_an_engine_takes_back_is_removed() -> None:
     for _ in range(2):
         engine.serve(longer)
     engine.put_and_get(engine.write_behind())
-    assert [cell.digest in engine.there for cell in cells(longer)] == [True] * 3
+    assert [cell.digest in engine.cells_stored for cell in cells(longer)] == [True] * 3
     engine.ledger.reset(Tier.HOST)
     engine.invalidate(request, CELL)
     assert set(engine.removed()) >= set(cells(longer)[1:])
-    assert [cell.digest in engine.there for cell in cells(longer)] == [True, False, False]
+    assert [cell.digest in engine.cells_stored for cell in cells(longer)] == [True, False, False]
     engine.release(request, "failed")
 
 

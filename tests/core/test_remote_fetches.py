@@ -1,4 +1,4 @@
-"""Fetches from a remote store: whole cells behind what is here, one job each, shared, bounded, never wrong."""
+"""Fetches from a remote store: whole cells after the local prefix, one job for each cell, shared, and bounded."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_only_what_was_told_is_loaded() -> None:
     assert remote.fetch(TOKENS, 0).plans == ()
     assert spans_of(remote.fetch(TOKENS, CELL).plans) == [(0, 4, ALL)]
     other = Remote()
-    other.there = remote.there
+    other.cells_stored = remote.cells_stored
     assert spans_of(other.fetch(TOKENS[: CELL + 3], 3 * CELL).plans) == [(0, 4, ALL)]
 
 
@@ -114,7 +114,7 @@ def test_a_load_begins_in_the_middle_of_a_cell() -> None:
 
 
 def test_the_disk_goes_first() -> None:
-    """What it has is fetched from there; the store is for what is behind."""
+    """What it has is fetched from there; the store is for what follows."""
     remote = Remote(num_slots=64)
     remote.in_store_only(TOKENS)
     remote.ledger.reset()
@@ -183,7 +183,7 @@ def test_two_fetches_share_their_copies() -> None:
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CORRUPT])
 def test_a_cell_that_is_gone_ends_the_hit(outcome: Outcome) -> None:
-    """The cells before it hit; those behind it are given back, and no run stays for them."""
+    """The cells before it hit; those after it are given back, and no run stays for them."""
     remote = Remote()
     remote.in_store_only(TOKENS)
     first, second, third = remote.launch(remote.fetch(TOKENS).plans)
@@ -283,7 +283,7 @@ def test_a_reset_meanwhile_publishes_nothing() -> None:
 
 
 def test_a_request_may_compute_what_a_fetch_brings() -> None:
-    """Whoever is first publishes; the other's blocks go back. No block has two owners."""
+    """The first one publishes, and the blocks of the other one are freed. No block has two owners."""
     remote = Remote()
     remote.in_store_only(TOKENS)
     fetch = remote.fetch(TOKENS)

@@ -33,7 +33,7 @@ def test_what_was_asked_for_once_stays() -> None:
     assert remote.num_pinned()[1] == 12, "the source stays until the copies are over"
     remote.land(plans)
     assert remote.num_pinned()[1] == 0
-    assert remote.told(TOKENS) == 3 * CELL
+    assert remote.num_stored_tokens(TOKENS) == 3 * CELL
 
 
 def test_the_source_is_what_the_host_has() -> None:
@@ -87,7 +87,7 @@ def test_what_the_store_has_is_not_stored() -> None:
     remote.in_store_only(TOKENS)
     remote.serve(TOKENS)
     assert remote.write_behind() == []
-    del remote.there[remote.cells(TOKENS)[1].digest]
+    del remote.cells_stored[remote.cells(TOKENS)[1].digest]
     assert remote.write_behind() == [], "nothing has changed that is known of here"
     remote.serve(TOKENS)
     assert spans_of(remote.write_behind()) == [(4, 8, ALL)]
@@ -133,7 +133,7 @@ def test_what_is_not_in_the_host_yet_goes_later() -> None:
 
 
 def test_half_of_it_may_be_in_the_host() -> None:
-    """The whole cells before a gap go; those behind it when they are there."""
+    """The whole cells before a gap go; those after it when they are there."""
     remote = Remote()
     remote.ask_for(TOKENS)
     remote.ledger.reset(Tier.HOST)
@@ -288,7 +288,7 @@ def test_cells_of_a_failed_forward_are_taken_back() -> None:
     assert remote.ledger.statistics().remote.num_forgotten == 2
     assert remote.removed() == list(remote.cells(TOKENS)[1:])
     assert remote.removed() == []
-    assert remote.told(TOKENS) == CELL
+    assert remote.num_stored_tokens(TOKENS) == CELL
 
 
 def test_nothing_is_taken_back_without_wrong_units() -> None:
@@ -309,7 +309,7 @@ def test_cells_of_a_later_request_go_with_those_that_it_read() -> None:
     request = computed(remote, front)
     remote.ask_for(longer)
     remote.land(remote.write_behind())
-    assert remote.told(longer) == 3 * CELL
+    assert remote.num_stored_tokens(longer) == 3 * CELL
     remote.ledger.reset(Tier.HOST)
     remote.evict_device()
     assert sum(run.stop for run in remote.ledger.cache.index.runs.values()) == 6, "only what is live"
@@ -318,7 +318,7 @@ def test_cells_of_a_later_request_go_with_those_that_it_read() -> None:
 
 
 def test_what_was_there_already_hands_the_wrong_on() -> None:
-    """A cell in the middle that somebody else has stored: those behind it were computed from what is wrong."""
+    """A cell in the middle that somebody else has stored: those after it were computed from what is wrong."""
     remote = Remote()
     longer = [*TOKENS[:BLOCK], *prompt(3, 2 * CELL), 7]
     request = computed(remote, TOKENS[:BLOCK])
@@ -341,7 +341,7 @@ def test_other_prompts_keep_theirs() -> None:
     remote.land(remote.write_behind())
     invalidate(remote, request, CELL)
     remote.removed()
-    assert (remote.told(TOKENS), remote.told(OTHER)) == (CELL, 2 * CELL)
+    assert (remote.num_stored_tokens(TOKENS), remote.num_stored_tokens(OTHER)) == (CELL, 2 * CELL)
 
 
 def test_a_queued_store_is_given_up() -> None:
@@ -371,7 +371,7 @@ def test_a_store_under_way_is_waited_for(outcome: Outcome) -> None:
     remote.end(second, outcome)
     remote.end(first)
     assert remote.removed() == [cell_of(second)]
-    assert remote.told(TOKENS) == CELL
+    assert remote.num_stored_tokens(TOKENS) == CELL
 
 
 def test_a_fetch_takes_no_cell_that_is_to_be_removed() -> None:
@@ -385,18 +385,18 @@ def test_a_fetch_takes_no_cell_that_is_to_be_removed() -> None:
     remote.forget_all()
     assert spans_of(remote.fetch(TOKENS, 3 * CELL).plans) == [(0, 4, ALL)]
     remote.removed()
-    assert remote.told(TOKENS) == CELL
+    assert remote.num_stored_tokens(TOKENS) == CELL
 
 
 def test_a_load_of_a_wrong_cell_publishes_nothing() -> None:
-    """It was on its way when its KV was taken back."""
+    """It was on its way when its KV was invalidated."""
     remote = Remote()
     request = computed(remote, TOKENS)
     ask_once_more(remote, TOKENS)
     remote.land(remote.write_behind())
     remote.ledger.reset(Tier.HOST)
     longer = [*TOKENS[:-1], *prompt(3, CELL), 7]
-    remote.there |= {cell.digest: cell for cell in remote.cells(longer)}
+    remote.cells_stored |= {cell.digest: cell for cell in remote.cells(longer)}
     plans = remote.launch(remote.fetch(longer).plans)
     assert len(plans) == 4
     invalidate(remote, request, CELL)
@@ -418,7 +418,7 @@ def test_it_is_stored_again_once_it_is_right() -> None:
     remote.removed()
     ask_once_more(remote, TOKENS)
     remote.land(remote.write_behind())
-    assert remote.told(TOKENS) == 3 * CELL
+    assert remote.num_stored_tokens(TOKENS) == 3 * CELL
 
 
 def test_a_reset_in_between_changes_nothing() -> None:

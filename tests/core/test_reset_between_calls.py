@@ -23,11 +23,11 @@ def driven(request: pytest.FixtureRequest) -> Driven:
     return Driven(24, 24, groups=GROUPS[request.param])
 
 
-def held(driven: Driven, record: LedgerRequest) -> set[int]:
+def blocks_of(driven: Driven, record: LedgerRequest) -> set[int]:
     return {block_id for table in driven.ledger.block_ids(record) for block_id in table if block_id}
 
 
-def go_on(driven: Driven, record: LedgerRequest) -> None:
+def next_call(driven: Driven, record: LedgerRequest) -> None:
     """Make the calls that are left until the request may compute."""
     if record.state is S.PINNED:
         if record.waiter is None:
@@ -84,9 +84,9 @@ def test_a_request_has_nothing_from_before_a_reset(driven: Driven, when: str, wh
         driven.ledger.reset()
     if when in ("matched", "granted"):
         assert record.match.num_tokens == 0, "a match that was dropped is no answer"
-    go_on(driven, record)
+    next_call(driven, record)
     assert record.num_computed_tokens == 0
-    assert reader is None or held(driven, reader).isdisjoint(held(driven, record))
+    assert reader is None or blocks_of(driven, reader).isdisjoint(blocks_of(driven, record))
     assert driven.commit(record) == [] and driven.hit(A) == (0, 0), "requests from before publish nothing"
     driven.release(record)
     if reader is not None:
@@ -109,7 +109,7 @@ def test_a_load_that_is_over_counts(driven: Driven) -> None:
     driven.land(driven.ledger.preemption.preempt(record).plans)
     driven.ledger.preemption.resume(record)
     assert record.match.num_tokens == 0
-    go_on(driven, record)
+    next_call(driven, record)
     assert record.num_computed_tokens == 0
     driven.release(record)
     driven.release(child)
@@ -123,7 +123,7 @@ def test_a_request_preempted_between_a_reset_and_its_load(driven: Driven) -> Non
     driven.ledger.reset()
     driven.ledger.preemption.preempt(record)
     driven.ledger.preemption.resume(record)
-    go_on(driven, record)
+    next_call(driven, record)
     assert record.num_computed_tokens == 0
     driven.release(record)
     assert driven.num_pinned() == (0, 0)
@@ -145,7 +145,7 @@ def test_a_reset_while_a_step_overlaps_the_load() -> None:
         driven.end(plans[0])
         assert record.state is S.DRAINING
         assert not set(read[:2]) & set(driven.ledger.cache.tiers[Tier.DEVICE].pool.free_ids())
-    go_on(driven, record)
+    next_call(driven, record)
     assert driven.ledger.overlap.begin_again(record) == 0 and record.num_computed_tokens == 0
     with driven.ledger.step([record]):
         pass
@@ -167,7 +167,7 @@ def test_no_room_to_begin_again_makes_the_request_wait() -> None:
     assert record.state is S.REQUEUED and not woken
     driven.release(reader)
     assert woken == [1]
-    go_on(driven, record)
+    next_call(driven, record)
     assert record.num_computed_tokens == 0
     driven.release(record)
 
@@ -178,7 +178,7 @@ def test_an_orphan_of_the_device_loads_nothing_old() -> None:
     driven.serve(A)
     record = driven.allocated(A)
     driven.ledger.reset(Tier.DEVICE)
-    go_on(driven, record)
+    next_call(driven, record)
     assert record.num_computed_tokens == 0
     driven.release(record)
 
@@ -212,7 +212,7 @@ def test_what_a_copy_brings_after_a_reset_does_not_count_for_an_engine() -> None
 @pytest.mark.parametrize("tier", [None, Tier.DEVICE])
 def test_a_load_that_is_over_and_of_which_nobody_was_told(driven: Driven, tier: Tier | None) -> None:
     """Asked to load again, the request gives its old KV up and begins at its first token, in blocks of its own; in a
-    step, or with a commit behind it, it keeps what it has."""
+    step, or with a commit after it, it keeps what it has."""
     driven.serve(A)
     record, reader = driven.running(A), driven.running(A)
     with driven.ledger.step([reader]):
@@ -220,9 +220,9 @@ def test_a_load_that_is_over_and_of_which_nobody_was_told(driven: Driven, tier: 
         assert driven.ledger.lost_to_reset(record) and not driven.ledger.lost_to_reset(reader)
         go_again = driven.ledger.plan_load(record)
         assert go_again == () and record.state is S.REQUEUED
-        go_on(driven, record)
+        next_call(driven, record)
         assert record.num_computed_tokens == 0 and not driven.ledger.lost_to_reset(record)
-        assert held(driven, reader).isdisjoint(held(driven, record))
+        assert blocks_of(driven, reader).isdisjoint(blocks_of(driven, record))
     assert driven.ledger.plan_load(reader) == () and reader.num_computed_tokens == 16
     driven.commit(reader)
     assert driven.ledger.plan_load(reader) == () and reader.state is S.RUNNING

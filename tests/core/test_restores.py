@@ -1,5 +1,4 @@
-"""Restores: what an earlier process has left on the disk is found again, where it proves itself and nothing is in its
-way."""
+"""Restores: records that an earlier process left on the disk are found again, if they are valid and do not conflict."""
 
 from __future__ import annotations
 

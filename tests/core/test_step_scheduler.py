@@ -239,7 +239,7 @@ def test_the_outputs_do_not_depend_on_the_room(num_rows: int) -> None:
 
 def test_what_can_never_fit_is_rejected() -> None:
     """A request that the whole pool is too small for ends with an error that says so, whether its prompt is too long or
-    what it generates; those behind it go on."""
+    what it generates; those after it go on."""
     scheduler = Checked(17, 100)
     too_long, grows_too_long = engine.Request("a", [1] * 60, 61), engine.Request("b", [2] * 20, 90)
     scheduler.run(too_long, grows_too_long, *requests_of(4, 12))

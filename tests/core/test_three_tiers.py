@@ -170,8 +170,10 @@ class Parts:
                     self.settle(job, Outcome.LANDED)
 
     def evict(self, tier: Tier, num_blocks: int | None = None) -> None:
-        room = self.cache.tiers[tier].num_available
-        self.cache.give(tier, self.cache.take(tier, room if num_blocks is None else min(room, num_blocks)))
+        num_available = self.cache.tiers[tier].num_available
+        self.cache.give(
+            tier, self.cache.take(tier, num_available if num_blocks is None else min(num_available, num_blocks))
+        )
 
     # -- looking --------------------------------------------------------------------------------------------------
 

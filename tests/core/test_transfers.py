@@ -113,7 +113,7 @@ def test_limits_narrow_the_match(limit: int | None, alignment: int, expected: in
 
 @pytest.mark.parametrize("block_size", [1, 3, 4, 5])
 def test_without_limits_every_whole_block_is_hit(block_size: int) -> None:
-    """Whatever the block size, who asks for no alignment gets every block that is cached."""
+    """Whatever the block size, a request without alignment gets every block that is cached."""
     driven = Driven(16, groups=[KVCacheGroup("full", block_size=block_size)])
     tokens = prompt(1, 3 * block_size + 1)
     driven.serve(tokens)
@@ -200,7 +200,7 @@ def test_a_load_in_flight_is_shared_though_one_behind_it_is_in_doubt() -> None:
 
 
 def test_nobody_waits_for_copies_of_what_is_there() -> None:
-    """Blocks computed meanwhile need no copy: whoever shares the rest goes on when the rest has ended."""
+    """Blocks computed meanwhile need no copy: a request that shares the rest goes on when the rest has ended."""
     driven = on_host(max_job_bytes=1)
     _, plans = start_load(driven)
     driven.launch(plans)
@@ -372,7 +372,7 @@ def test_two_requests_share_a_load() -> None:
 
 
 def test_the_second_launches_only_the_rest() -> None:
-    """A longer prompt waits for what is on its way and brings what comes behind it."""
+    """A longer prompt waits for what is on its way and brings the part after it."""
     driven = Driven(24)
     long = prompt(1, 25)
     driven.on_host_only(long)
@@ -454,7 +454,8 @@ def test_when_a_shared_load_fails_each_takes_blocks_of_its_own() -> None:
 
 
 def test_room_lost_under_a_load_fails_its_request() -> None:
-    """Who can't have blocks of its own lets go of everything; if it can never fit again, all it can do is leave."""
+    """A request that can't have its own blocks releases everything; if it can never fit again, all it can do is
+    leave."""
     driven = on_host(num_device=6)
     first, plans = start_load(driven)
     woken: list[str] = []
@@ -473,7 +474,7 @@ def test_room_lost_under_a_load_fails_its_request() -> None:
 
 
 def test_no_room_after_a_failed_load_means_queueing_at_the_old_place() -> None:
-    """Who can't have blocks of its own lets go of everything and stands before everybody who came later. Once granted
+    """A request that can't have its own blocks releases everything and stands before all that came later. Once granted
     it computes: two whose loads fail at once would give each other room for the next try for ever."""
     driven = on_host(num_device=8)
     first, plans = start_load(driven)  # holds 5 of 8: 4 of them its job's
@@ -482,13 +483,13 @@ def test_no_room_after_a_failed_load_means_queueing_at_the_old_place() -> None:
     assert driven.ledger.plan_load(sharer) == ()  # gives its three blocks back and waits for the job
     filler = driven.allocated(prompt(9, 12))
     later = driven.admit(prompt(8, 16))
-    behind = driven.ledger.queue_allocation(later, None, lambda: None)
+    next_waiter = driven.ledger.queue_allocation(later, None, lambda: None)
     (load,) = driven.launch(plans)
     driven.end(load, Outcome.FAILED)
     assert first.state is RequestState.RUNNING, "the older one takes the blocks that the job has freed"
     assert sharer.state is RequestState.REQUEUED and sharer.waiter is not None
-    assert driven.ledger.admission.queue.allocating == [sharer.waiter, behind]
-    assert not behind.is_over
+    assert driven.ledger.admission.queue.allocating == [sharer.waiter, next_waiter]
+    assert not next_waiter.is_over
     driven.release(filler, "done")
     assert sharer.waiter.granted is not None
     driven.ledger.accept(sharer.waiter)
@@ -520,7 +521,8 @@ def test_a_grant_after_a_failed_load_is_for_what_is_still_found() -> None:
 
 
 def test_whoever_asks_last_is_woken() -> None:
-    """A wait for room that was cancelled and begun again, after a failed load, wakes the new one and only that."""
+    """A wait for free blocks that was cancelled and begun again, after a failed load, wakes the new one and only
+    that."""
     driven = on_host(num_device=9)
     request, plans = start_load(driven)
     filler = driven.allocated(prompt(9, 16))
@@ -602,7 +604,7 @@ def test_what_an_orphaned_load_has_brought_counts() -> None:
 
 def test_one_corrupt_block_in_the_middle() -> None:
     """What is before it counts, the rest is recomputed, the bad entry is forgotten, and nothing else is; once the gap
-    is stored again, the blocks behind it are good again."""
+    is stored again, the blocks after it are good again."""
     driven = on_host()
     request, (plan,) = start_load(driven)
     driven.launch([plan])
@@ -864,7 +866,7 @@ def test_what_is_stored_does_not_evict_the_prefix_it_hangs_on() -> None:
 
 
 def test_a_gap_in_front_is_stored_again_with_what_follows() -> None:
-    """Host blocks that were evicted at the front of a path are offered again at the next commit behind them."""
+    """Host blocks that were evicted at the front of a path are offered again at the next commit after them."""
     driven = Driven(24, 6)
     first = driven.running(prompt(1, 16))
     stores = driven.commit(first)
@@ -878,7 +880,7 @@ def test_a_gap_in_front_is_stored_again_with_what_follows() -> None:
 
 @pytest.mark.parametrize("at", [4, 8, 12])
 def test_a_split_under_transfers_loses_nothing(at: int) -> None:
-    """A divergent prompt cuts a run while two jobs fill it, at, before or behind the border between them."""
+    """A divergent prompt cuts a run while two jobs fill it, at, before or after the border between them."""
     driven = Driven(24, max_job_bytes=2)
     request = driven.running(A)
     stores = driven.commit(request)

@@ -1,4 +1,4 @@
-"""Values that calls answer, and what a pool may count in: alike in every build of the core."""
+"""Returned values, and the integers that a pool accepts: the same in every build of the core."""
 
 from __future__ import annotations
 

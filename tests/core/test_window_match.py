@@ -78,7 +78,7 @@ class Case:
     # -- the search over all lengths ------------------------------------------------------------------------------
 
     def may_end(self, stop: int, tiers: tuple[Tier, ...]) -> bool:
-        """Whether every group has what computing the token behind `stop` units reads."""
+        """Whether every group has what computing the token after `stop` units reads."""
         unit = self.layout.unit_tokens
         for number, kind in enumerate(self.attention):
             component = self.layout.places[number][0]

@@ -1,4 +1,4 @@
-"""The demo as a whole, on a smaller model and workload: what it promises, it shows."""
+"""The whole demo on a smaller model and workload."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ class Short:
 
 def test_what_is_lost_is_said_once_and_counted() -> None:
     """No write raises, the end neither; an event that was cut off doesn't spoil the next one."""
-    told, disk = io.StringIO(), Short()
-    log: Any = LogFile(Path("log"), told)
+    log_text, disk = io.StringIO(), Short()
+    log: Any = LogFile(Path("log"), log_text)
     log._file = disk
     log.write("12\n")
     for _ in range(3):
@@ -43,7 +43,7 @@ def test_what_is_lost_is_said_once_and_counted() -> None:
     log.__exit__(None, None, None)
     assert disk.content.startswith(b"12\na lo\na l")
     assert disk.content.endswith(b"\n34\n")
-    begins, ends, lost = told.getvalue().splitlines()
+    begins, ends, lost = log_text.getvalue().splitlines()
     assert begins == "log: events are lost from here on: no room for a whole event"
     assert (ends, lost) == ("log: the disk is gone", "log: 3 events were lost in all")
 
@@ -64,11 +64,11 @@ def test_nobody_may_be_left_to_be_told() -> None:
 @needs_full
 def test_a_full_disk_is_no_error_of_the_program() -> None:
     """The events go on, one line says that they go nowhere."""
-    told = io.StringIO()
-    with LogFile(Path("/dev/full"), told) as log:
+    log_text = io.StringIO()
+    with LogFile(Path("/dev/full"), log_text) as log:
         for number in range(5):
             make_logger(log).info("request_matched", request_id=str(number))
-    assert len(told.getvalue().splitlines()) == 2
+    assert len(log_text.getvalue().splitlines()) == 2
 
 
 @pytest.mark.parametrize("path", ["/no/such/place/log", "/", "x\0y"])
@@ -83,7 +83,7 @@ def test_a_result_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> 
     """The table is printed nevertheless; exit status 2 and the option's name."""
     with pytest.raises(SystemExit) as ended:
         main(["--requests", "2", "--model", "tiny", "--json", "/dev/full"])
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     assert ended.value.code == 2
-    assert "argument --json: cannot be written" in said.err
-    assert "Traceback" not in said.err and said.out
+    assert "argument --json: cannot be written" in captured.err
+    assert "Traceback" not in captured.err and captured.out

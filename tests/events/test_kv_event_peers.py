@@ -1,4 +1,4 @@
-"""What a peer can make the publisher keep: replays that it doesn't read, subscriptions, frames, connections."""
+"""Memory that a peer can use in the publisher: unread replays, subscriptions, frames, connections."""
 
 from __future__ import annotations
 

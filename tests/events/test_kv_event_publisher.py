@@ -14,9 +14,9 @@ import anyio
 import pytest
 import torch
 import zmq
-from following import Follower, really_cached
+from event_subscriber import EventSubscriber, cached_blocks
+from random_walk import Walk
 from test_kv_event_format import ledger_of, serve
-from walk import Walk
 
 from aoffload import (
     ConfigError,
@@ -41,7 +41,7 @@ class Subscriber:
     """Follows as routers do: by number, and a gap is filled by asking. Drops what it is told to drop."""
 
     def __init__(self, context: zmq.Context[Any], publisher: KVEventPublisher, topic: str = "") -> None:
-        self.follower = Follower()
+        self.follower = EventSubscriber()
         self.next_number = 0
         self.num_gaps = 0
         self.dropped: set[int] = set()
@@ -96,7 +96,7 @@ class Subscriber:
                 self.receive()
             else:
                 self.ask()
-        assert self.follower.cached == really_cached(ledger)
+        assert self.follower.cached == cached_blocks(ledger)
 
 
 def wait_until_idle(publisher: KVEventPublisher) -> int:
@@ -395,7 +395,7 @@ def test_who_is_opened_after_a_reset_hears_of_what_comes() -> None:
 
 
 def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that does not let go of a connection is no reason for an engine not to end."""
+    """A library that does not release a connection is no reason for an engine not to end."""
     monkeypatch.setattr("aoffload._observe.kv_events.publisher.CLOSE_TIMEOUT_S", 0.01)
     publisher = published(ledger_of()).__enter__()
     context, lets_go, has_ended = publisher._context, threading.Event(), threading.Event()

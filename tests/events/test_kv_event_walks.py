@@ -1,4 +1,4 @@
-"""What is told is what is cached: after every call of random walks over the whole ledger."""
+"""The published KV events equal the cached blocks after every call of random walks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from engine_walk import EngineWalk
-from following import Follower, really_cached
-from walk import Walk
+from engine_random_walk import EngineWalk
+from event_subscriber import EventSubscriber, cached_blocks
+from random_walk import Walk
 
 from aoffload import Ledger, Tier
 from aoffload._kernel.cache import PrefixCache
@@ -21,14 +21,14 @@ NUM_WALKS = 40
 NUM_CALLS = 500
 
 
-class Followed:
+class FollowedLedger:
     """A ledger whose events are encoded, decoded and followed after every call."""
 
     def __init__(self, ledger: Ledger, most: int = 10**6) -> None:
         self.ledger = ledger
         self.changes = Changes(ledger, most, lambda: None)
         self.encoder = EventEncoder(ledger.layout, EventFormat(), 0)
-        self.follower = Follower()
+        self.follower = EventSubscriber()
         self.counts: Counter[str] = Counter()
         self.changes.begin()
 
@@ -40,13 +40,13 @@ class Followed:
 
     def check(self) -> None:
         self.publish()
-        assert self.follower.cached == really_cached(self.ledger)
+        assert self.follower.cached == cached_blocks(self.ledger)
 
 
-def followed_walk(kind: type[Any], seed: int, **options: Any) -> tuple[Any, Followed]:
+def followed_walk(kind: type[Any], seed: int, **options: Any) -> tuple[Any, FollowedLedger]:
     """What is right of a walk without its follower, the core's own tests of walks say."""
     walk = kind(seed, **options)
-    followed = Followed(walk.ledger)
+    followed = FollowedLedger(walk.ledger)
     walk.check = followed.check
     return walk, followed
 
@@ -83,7 +83,7 @@ def test_who_is_too_slow_is_told_anew(with_windows: bool) -> None:
     """However rarely it is looked at, what is waiting is bounded, and what is told in the end is what is cached."""
     for seed in range(20):
         walk = Walk(seed, with_windows=with_windows)
-        followed = Followed(walk.ledger, most=5)
+        followed = FollowedLedger(walk.ledger, most=5)
         for _ in range(10):
             for _ in range(20):
                 getattr(walk, walk.random.choices(list(walk.OPERATIONS), walk.weights)[0])()
@@ -94,11 +94,11 @@ def test_who_is_too_slow_is_told_anew(with_windows: bool) -> None:
 def test_who_has_missed_too_much_is_told_anew() -> None:
     """A subscriber that asks for what is no longer kept gets it all with the next change."""
     walk = Walk(3, is_plain=True)
-    followed = Followed(walk.ledger)
+    followed = FollowedLedger(walk.ledger)
     walk.run(40)
     followed.publish()
-    assert really_cached(walk.ledger)
-    followed.follower = Follower()  # as one that begins now, with nothing to be had from before
+    assert cached_blocks(walk.ledger)
+    followed.follower = EventSubscriber()  # as one that begins now, with nothing to be had from before
     followed.changes.fall_behind()
     before = followed.counts["Cleared"]
     while followed.counts["Cleared"] == before:
@@ -142,7 +142,7 @@ def test_nobody_watches_unless_asked() -> None:
     """A ledger that nobody follows tells nobody, and one that is followed no more, neither."""
     walk = Walk(1)
     assert all(tier.watcher is None for tier in walk.ledger.cache.tiers)
-    followed = Followed(walk.ledger)
+    followed = FollowedLedger(walk.ledger)
     assert all(tier.watcher is not None for tier in walk.ledger.cache.tiers)
     followed.changes.end()
     assert all(tier.watcher is None for tier in walk.ledger.cache.tiers)

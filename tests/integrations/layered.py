@@ -76,13 +76,13 @@ class WatchedDecoder(Decoder):
 
     def __init__(self) -> None:
         super().__init__(SIZES, seed=3)
-        self.comes_to: Callable[[int], None] = lambda layer: None
+        self.on_layer: Callable[[int], None] = lambda layer: None
         self.error: Exception | None = None
 
     def _attention(self, *inputs: Any) -> Any:
         *_, batch, place = inputs
         if batch.fences.slots:
-            self.comes_to(place.slot)
+            self.on_layer(place.slot)
             if self.error is not None:
                 raise self.error
         return super()._attention(*inputs)
@@ -107,11 +107,11 @@ class Bench:
         assert (generation.token_ids, generation.logits_digests) == expected
         return generation
 
-    def hold_until_begun(self) -> None:
+    def hold_until_forward(self) -> None:
         """The next loads wait for a forward that waits for them."""
         backend = self.staged
         backend.holds_at = 0
-        self.model.comes_to = lambda layer: backend.may_go_on.set()
+        self.model.on_layer = lambda layer: backend.may_go_on.set()
 
     async def push_out(self, *prompts: Sequence[int]) -> None:
         """Compute `prompts`, then others, until what is known of them is in host memory only."""
@@ -121,7 +121,7 @@ class Bench:
             await self.ask(prompt_of(number, 44))
         await self.runtime.flush()
 
-    async def check_nothing_is_held(self) -> None:
+    async def check_no_pins(self) -> None:
         await self.runtime.flush()
         await anyio.wait_all_tasks_blocked()  # clients that a load's end has just woken
         self.runtime.check_integrity()
@@ -155,7 +155,7 @@ async def serving(
             yield bench
         bench.staged.events.append("engine closed")
         bench.staged.may_go_on.set()
-        await bench.check_nothing_is_held()
+        await bench.check_no_pins()
 
 
 @cache

@@ -93,7 +93,7 @@ class Bench:
         assert sum(sources) == generation.num_prompt_tokens == len(prompt)
         return generation
 
-    async def check_nothing_is_held(self) -> None:
+    async def check_no_pins(self) -> None:
         await self.runtime.flush()
         self.runtime.check_integrity()
         statistics = self.runtime.statistics()
@@ -123,7 +123,7 @@ async def serving(
             bench = Bench(model, runtime, engine)
             yield bench
         # Only now: a forward that still runs holds what it touches, though its clients have gone.
-        await bench.check_nothing_is_held()
+        await bench.check_no_pins()
 
 
 def prompt_of(number: int, num_tokens: int = 22) -> list[int]:
@@ -411,12 +411,12 @@ async def test_closing_wakes_who_still_waits() -> None:
                 with pytest.raises(EngineClosed):
                     await bench.engine.generate(prompt_of(1), 3)
 
-            async def let_go() -> None:
+            async def finish() -> None:
                 bench.model.may_end.set()
 
             outside.start_soon(ask)
             await reached(bench.model.began)
-            outside.start_soon(let_go)
+            outside.start_soon(finish)
             await bench.engine.__aexit__(None, None, None)
             with pytest.raises(EngineClosed):
                 await bench.engine.generate(prompt_of(2), 3)

@@ -1,4 +1,4 @@
-"""The engine's decisions: what the next forward computes, and where it writes."""
+"""The engine's decisions: the tokens of the next forward, and the blocks that it writes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_prompts_go_before_decoding_and_one_at_a_time() -> None:
 
 
 def test_decode_steps_have_one_size_and_take_turns() -> None:
-    """A decode forward has the same number of rows whoever is there, and nobody waits for more than a round."""
+    """A decode forward has the same number of rows whichever requests run, and none waits for more than a round."""
     line_up = LineUp(OPTIONS, DUMMY)
     for name in ("a", "b", "c"):
         line_up.put_in(make_sequence(name, 3, num_new=9))
@@ -155,7 +155,7 @@ class WaitingModel:
 
 
 def test_finish_waits_for_a_forward_that_runs() -> None:
-    """Whoever stops waiting for the thread can't let go of the blocks while it still writes into them."""
+    """A request that stops waiting for the thread can't release the blocks while it still writes into them."""
     model = WaitingModel()
     forward = Forward(model, model.new_kv_cache(2, 4), 4, [SequenceSlice([1], 0, [[1]])], 1)
     thread = threading.Thread(target=forward.run)

@@ -1,4 +1,4 @@
-"""Prompts that are begun while their prefix is being loaded: the same answers, sooner, and nobody harmed."""
+"""Prompts that start before their load is over: the answers are the same and come sooner."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ async def test_a_layer_is_computed_before_the_next_one_is_loaded() -> None:
         backend.events.clear()
         backend.may_copy = threading.Semaphore(1)
 
-        def comes_to(layer: int) -> None:
+        def on_layer(layer: int) -> None:
             if layer:
                 backend.events.append(f"computed {layer - 1}")
                 assert backend.may_copy is not None
                 backend.may_copy.release()
 
-        bench.model.comes_to = comes_to
+        bench.model.on_layer = on_layer
         generation = await bench.ask(prompt_of(1))
     assert backend.events == ["copied 0", "computed 0", "copied 1", "computed 1", "copied 2", "engine closed"]
     assert (generation.num_host_tokens, generation.num_computed_tokens) == (40, 6)
@@ -71,7 +71,7 @@ async def test_one_region_for_all_layers_is_waited_for_by_each() -> None:
     """A KV tensor that was handed over as one region: no layer is early, and nothing is wrong."""
     async with serving(regions=lambda kv_cache: [kv_cache]) as bench:
         await bench.push_out(prompt_of(1))
-        bench.hold_until_begun()
+        bench.hold_until_forward()
         generation = await bench.ask(prompt_of(1))
     assert generation.num_host_tokens == 40
     assert num_begun(bench) == (1, 1)
@@ -86,15 +86,15 @@ async def test_regions_that_are_no_layers_are_all_waited_for() -> None:
     async with serving(regions=halves) as bench:
         await bench.push_out(prompt_of(1))
         bench.staged.events.clear()
-        bench.hold_until_begun()
+        bench.hold_until_forward()
         seen: list[int] = []
-        begun = bench.model.comes_to
+        begun = bench.model.on_layer
 
-        def comes_to(layer: int) -> None:
+        def on_layer(layer: int) -> None:
             begun(layer)
             seen.append(len(bench.staged.events))
 
-        bench.model.comes_to = comes_to
+        bench.model.on_layer = on_layer
         await bench.ask(prompt_of(1))
     assert seen[1:] == [2 * NUM_LAYERS] * 2
     assert num_begun(bench) == (1, 1)
@@ -105,7 +105,7 @@ async def test_a_load_that_fails_half_way_costs_only_time(failing: int) -> None:
     """The layers before it were computed; all is computed again from what is there, and the answer is the same."""
     async with serving() as bench:
         await bench.push_out(prompt_of(1))
-        bench.hold_until_begun()
+        bench.hold_until_forward()
         bench.staged.fails = lambda index: index == failing
         generation = await bench.ask(prompt_of(1))
         assert num_begun(bench) == (1, 0)
@@ -118,7 +118,7 @@ async def test_blocks_that_turn_out_corrupt_are_computed_again() -> None:
     """A region's fence comes before anything is verified: what was computed on it is thrown away."""
     async with serving() as bench:
         await bench.push_out(prompt_of(1))
-        bench.hold_until_begun()
+        bench.hold_until_forward()
         bench.staged.exchanges = True
         generation = await bench.ask(prompt_of(1))
     assert generation.num_computed_tokens == 46
@@ -126,7 +126,7 @@ async def test_blocks_that_turn_out_corrupt_are_computed_again() -> None:
 
 
 async def test_a_client_that_leaves_while_its_forward_waits() -> None:
-    """The forward ends at once, everything it held is let go, and who comes next is served."""
+    """The forward ends at once, everything it held is released, and the next request is served."""
     async with serving() as bench:
         await bench.push_out(prompt_of(1))
         backend = bench.staged
@@ -162,7 +162,7 @@ async def test_a_forward_that_fails_early_is_its_own_clients_error() -> None:
     """As a step that fails: this request gets it, and the engine goes on."""
     async with serving() as bench:
         await bench.push_out(prompt_of(1), prompt_of(2))
-        bench.hold_until_begun()
+        bench.hold_until_forward()
         bench.model.error = ArithmeticError("the device is on fire")
         with pytest.raises(StepFailed, match="on fire"):
             await bench.ask(prompt_of(1), request_id="burning")
@@ -171,7 +171,7 @@ async def test_a_forward_that_fails_early_is_its_own_clients_error() -> None:
 
 
 async def test_closing_the_engine_does_not_wait_for_a_load() -> None:
-    """Whoever still generates gets `EngineClosed`, though its layers are not there."""
+    """A request that still generates gets `EngineClosed`, though its layers are not there."""
 
     async def ask(bench: Bench) -> None:
         with pytest.raises(EngineClosed):
@@ -213,7 +213,7 @@ async def test_whatever_fails_the_answers_are_the_same(seed: int) -> None:
 def test_the_end_of_a_step_does_not_wait_for_a_load() -> None:
     """Where a task is cancelled natively, the loop's thread waits for the forward, and the load's end may need it."""
     model, came = WatchedDecoder(), threading.Event()
-    model.comes_to = lambda layer: came.set()
+    model.on_layer = lambda layer: came.set()
     fences = LayerFences.of([LoadedRegion((RegionFences(1)[0],))], NUM_LAYERS)
     part = SequenceSlice([1, 2], 0, [[1]])
     forward = Forward(model, model.new_kv_cache(3, 4), 4, [part], 1, fences)
@@ -254,7 +254,7 @@ def next_of(line_up: LineUp) -> Any:
 
 def test_whoever_has_its_prefix_goes_first() -> None:
     """A forward that may have to wait holds nobody up who needs not: ready prompts come first, decoding before loads of
-    which nothing has come, and behind those whose copy has begun."""
+    which nothing has come, and after those whose copy has begun."""
     line_up: Any = LineUp(OPTIONS, SequenceSlice([0], 0, [[9]]))
     assert next_of(line_up) is None
     line_up.head_starts += [Head("over", can_begin=False, is_arriving=True), Head("coming"), Head("later")]

@@ -1,4 +1,4 @@
-"""Loading models: seeds, directories, and what is refused at the door."""
+"""Loading models: seeds, directories, and models that are refused."""
 
 from __future__ import annotations
 

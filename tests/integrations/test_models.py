@@ -1,4 +1,4 @@
-"""The models over paged tensors: right, and the same bits wherever their blocks lie and whoever runs beside them."""
+"""The models over paged tensors: the results are right, and independent of block ids and of the batch."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ async def test_who_came_last_makes_way(kind: str) -> None:
 @each_start
 @pytest.mark.parametrize("seed", [*range(4), 30, 42, 75])
 async def test_hardly_more_room_than_the_largest_needs(kind: str, start: EngineOptions, seed: int) -> None:
-    """Whoever has to make way, however often, gets its answer: nobody is refused, nobody waits for ever."""
+    """A request that is preempted any number of times gets its answer: none is refused, and none waits for ever."""
     draw = random.Random(seed)
     asks = [(draw.randint(1, 60), draw.randint(1, 30)) for _ in range(draw.randint(3, 9))]
     num_blocks = max(2 * OPTIONS.num_blocks(sum(ask)) for ask in asks) + draw.randint(0, 12)
@@ -123,7 +123,7 @@ async def test_a_later_try_tells_only_what_is_new() -> None:
 
 
 async def test_the_last_token_stays_the_last_one_in_a_later_try() -> None:
-    """Who has to make way right after its last token, and begins again, is not asked for more."""
+    """A request that is preempted right after its last token, and begins again, is not asked for more."""
     asked: list[int] = []
 
     def until(token: int) -> bool:
@@ -131,11 +131,11 @@ async def test_the_last_token_stays_the_last_one_in_a_later_try() -> None:
         return token == 1
 
     ask = Ask(1, np.array([1]), [1], 5, None, {}, None, lambda _: None, until)
-    told = []
+    answers = []
     for _ in range(2):
         tell = ask.listener()
-        told.append([tell(token) for token in range(2)])
-    assert told == [[False, True], [False, True]]
+        answers.append([tell(token) for token in range(2)])
+    assert answers == [[False, True], [False, True]]
     assert asked == [0, 1]
     assert ask.max_new_tokens == 2
 
@@ -188,7 +188,7 @@ async def test_who_made_way_stays_away_until_the_other_has_its_room() -> None:
         for ticket, request in enumerate(requests)
     )
 
-    async def leave_when_asked() -> None:
+    async def leave_when_cancelled() -> None:
         with rivals.entered(younger):
             has_entered.set()
             await requests[1].cancelled.wait()
@@ -199,7 +199,7 @@ async def test_who_made_way_stays_away_until_the_other_has_its_room() -> None:
 
     async with anyio.create_task_group() as tasks:
         with rivals.entered(older):
-            tasks.start_soon(leave_when_asked)
+            tasks.start_soon(leave_when_cancelled)
             await has_entered.wait()
             assert not rivals.is_alone(older)
             await rivals.have_one_make_way(older)
@@ -259,7 +259,7 @@ async def test_a_request_that_can_never_fit_is_refused(kind: str) -> None:
 
 @each_kind
 async def test_closing_ends_who_waits_for_room(kind: str) -> None:
-    """Leaving the engine with requests inside ends them with `EngineClosed`, in the line for room too."""
+    """Leaving the engine with requests inside ends them with `EngineClosed`, in the wait queue too."""
     num_closed = 0
 
     async def ask(bench: Bench, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Models with windows: what lies before a window is never looked at, and everything else is as in the plain model."""
+"""Models with windows: keys before a window are never read, and other results equal those of the plain model."""
 
 from __future__ import annotations
 
@@ -58,28 +58,28 @@ def random_tokens(num_tokens: int, seed: int = 1) -> list[int]:
 class Served:
     """One sequence on scattered blocks, in slices and then token by token; perhaps with what left a window taken away.
 
-    `takes_away`: before every forward the positions before each window become null, and what their blocks held NaN.
+    `hides_blocks`: before every forward the positions before each window become null, and what their blocks held NaN.
     """
 
-    def __init__(self, model: Any, *, takes_away: bool) -> None:
+    def __init__(self, model: Any, *, hides_blocks: bool) -> None:
         num_blocks = -(-(NUM_TOKENS + NUM_DECODED) // BLOCK_SIZE)
         num_rows = num_blocks * len(model.groups) + 1
         order = (torch.randperm(num_rows - 1, generator=torch.Generator().manual_seed(3)) + 1).tolist()
         self.model = model
-        self.takes_away = takes_away
+        self.hides_blocks = hides_blocks
         self.cache = model.new_kv_cache(num_rows, BLOCK_SIZE).fill_(torch.nan)
         self.tables = [order[at :: len(model.groups)] for at in range(len(model.groups))]
         self.num_computed = 0
         self.num_nulls = 0
 
     def compute(self, tokens: list[int]) -> torch.Tensor:
-        if self.takes_away:
-            self._take_away()
+        if self.hides_blocks:
+            self._zero_out()
         part = SequenceSlice(tokens, self.num_computed, self.tables)
         self.num_computed += len(tokens)
         return self.model.forward(PagedBatch.of([part], BLOCK_SIZE), self.cache)[0]
 
-    def _take_away(self) -> None:
+    def _zero_out(self) -> None:
         for group, table in zip(self.model.groups, self.tables, strict=True):
             if group.window is None:
                 continue
@@ -120,18 +120,18 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("takes_away", [False, True])
+@pytest.mark.parametrize("hides_blocks", [False, True])
 @pytest.mark.parametrize(("kind", "changes"), CASES)
-def test_logits_equal_plain_transformers(kind: str, changes: dict[str, Any], takes_away: bool) -> None:
+def test_logits_equal_plain_transformers(kind: str, changes: dict[str, Any], hides_blocks: bool) -> None:
     """Any window, with sinks and without, over scattered blocks: also after positions have become null. In double
     precision: how far single precision rounds apart what is added up in another order depends on the processor."""
     plain = small_model(kind, **changes).double()
     tokens = random_tokens(NUM_TOKENS + NUM_DECODED)
     wanted = plain_logits(plain, tokens)
-    served = Served(TransformersModel(plain), takes_away=takes_away)
+    served = Served(TransformersModel(plain), hides_blocks=hides_blocks)
     found = served.compute_all(tokens)
     torch.testing.assert_close(found.double(), wanted.double(), atol=1e-5, rtol=1e-5)
-    assert bool(served.num_nulls) == (takes_away and changes["sliding_window"] < NUM_TOKENS)
+    assert bool(served.num_nulls) == (hides_blocks and changes["sliding_window"] < NUM_TOKENS)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss"])
@@ -140,7 +140,7 @@ def test_what_lies_before_a_window_changes_no_bit(name: str) -> None:
     block: bit for bit the logits that one gets with everything in its place."""
     model = load_model(name, seed=7)
     tokens = random_tokens(NUM_TOKENS + NUM_DECODED)
-    kept, taken = (Served(model, takes_away=takes_away) for takes_away in (False, True))
+    kept, taken = (Served(model, hides_blocks=hides_blocks) for hides_blocks in (False, True))
     wanted, found = kept.compute_all(tokens), taken.compute_all(tokens)
     assert taken.num_nulls > 0
     assert not wanted.isnan().any()
@@ -152,7 +152,7 @@ def test_a_block_inside_a_window_is_read(name: str) -> None:
     """The negative control: NaN in the first position of a window, or any later one, does arrive in the logits."""
     model = load_model(name, seed=7)
     for position in (NUM_TOKENS - 127, NUM_TOKENS - 1):
-        served = Served(model, takes_away=True)
+        served = Served(model, hides_blocks=True)
         served.compute_all(random_tokens(NUM_TOKENS))
         table = next(t for t, group in zip(served.tables, model.groups, strict=True) if group.window)
         served.cache[table[position // BLOCK_SIZE], :, :, position % BLOCK_SIZE] = torch.nan
@@ -163,7 +163,7 @@ def test_a_block_inside_a_window_is_read(name: str) -> None:
 def test_only_new_tokens_are_written(name: str) -> None:
     """A slice changes its own positions in its own blocks, in every group and layer, and no other byte."""
     model = load_model(name, seed=7)
-    served = Served(model, takes_away=False)
+    served = Served(model, hides_blocks=False)
     served.compute(random_tokens(64))
     before = served.cache.clone()
     served.compute(random_tokens(40, seed=2))
@@ -183,7 +183,7 @@ def test_sinks_take_weight() -> None:
             if name.endswith("sinks"):
                 torch.nn.init.constant_(weight, sink)
         wanted = plain_logits(plain, random_tokens(NUM_TOKENS))
-        logits.append(Served(TransformersModel(plain), takes_away=True).compute_all(random_tokens(NUM_TOKENS)))
+        logits.append(Served(TransformersModel(plain), hides_blocks=True).compute_all(random_tokens(NUM_TOKENS)))
         torch.testing.assert_close(logits[-1], wanted, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(logits[0], logits[1], atol=1e-3)
     assert not torch.allclose(logits[1], logits[2], atol=1e-3)
@@ -195,5 +195,5 @@ def test_any_slices_give_the_same_logits(slice_tokens: int) -> None:
     plain = small_model("gemma3_text", sliding_window=40)
     tokens = random_tokens(NUM_TOKENS + NUM_DECODED)
     wanted = plain_logits(plain, tokens, slice_tokens)
-    found = Served(TransformersModel(plain), takes_away=True).compute_all(tokens, slice_tokens)
+    found = Served(TransformersModel(plain), hides_blocks=True).compute_all(tokens, slice_tokens)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)

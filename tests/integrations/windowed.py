@@ -93,7 +93,7 @@ class Bench:
         assert sum(sources) == generation.num_prompt_tokens == len(prompt)
         return generation
 
-    async def check_nothing_is_held(self) -> None:
+    async def check_no_pins(self) -> None:
         await self.runtime.flush()
         self.runtime.check_integrity()
         statistics = self.runtime.statistics()
@@ -130,7 +130,7 @@ async def serving(
         async with PagedEngine(model, runtime, kv_cache, options, on_step=on_step) as engine:
             bench = Bench(runtime, engine)
             yield bench
-        await bench.check_nothing_is_held()
+        await bench.check_no_pins()
 
 
 def prompt_of(number: int, num_tokens: int = 22) -> list[int]:

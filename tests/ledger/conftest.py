@@ -1,4 +1,4 @@
-"""What a program around a `Ledger` sees of it. Drivers and readers are those of other tests."""
+"""Fixtures of a program that drives a `Ledger`. Drivers and readers are those of other tests."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The copy queue by itself: a ledger, a transport that does what the test says, and a clock that the test sets."""
+"""The copy queue alone: with a ledger, a scripted transport, and a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Copies:
 
 
 @attrs.define(eq=False)
-class Told:
+class QueueEvents:
     events: list[str] = attrs.field(factory=list)
 
     def observe(self, event: Event) -> None:
@@ -79,14 +79,14 @@ class Loop:
     def __init__(self, **options: Any) -> None:
         options = {"max_job_bytes": 2 * BLOCK_BYTES, "transfer_timeout_s": 10, **options}
         config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=40, **options)
-        self.ledger, self.copies, self.told, self.now = (
+        self.ledger, self.copies, self.observer, self.now = (
             Ledger(config, 40, block_bytes=BLOCK_BYTES),
             Copies(),
-            Told(),
+            QueueEvents(),
             0.0,
         )
         self.queue = CopyQueue(
-            self.ledger, self.copies, config, clock=lambda: self.now, block_bytes=BLOCK_BYTES, observer=self.told
+            self.ledger, self.copies, config, clock=lambda: self.now, block_bytes=BLOCK_BYTES, observer=self.observer
         )
 
     def store(self, seed: int, num_blocks: int = 2) -> None:
@@ -177,7 +177,7 @@ def test_a_late_copy_is_given_up_and_nothing_is_launched_behind_it() -> None:
     loop.store(3)
     assert loop.copies.directions() == "load store"
     loop.land()
-    assert loop.told.events == ["HOST to DEVICE: 1 late", "HOST to DEVICE: again"]
+    assert loop.observer.events == ["HOST to DEVICE: 1 late", "HOST to DEVICE: again"]
     assert loop.ledger.statistics().device.num_quarantined == 0
     loop.ledger.release(refused)
     loop.ledger.reset(Tier.DEVICE)
@@ -193,7 +193,7 @@ def test_stores_have_a_time_of_their_own() -> None:
     loop.store(2)
     assert loop.queue.next_deadline == 1
     loop.pass_time(1)
-    assert loop.told.events == ["DEVICE to HOST: 1 late"]
+    assert loop.observer.events == ["DEVICE to HOST: 1 late"]
     assert loop.ledger.statistics().host.num_quarantined == 2
     assert (loading.state, loop.queue.next_deadline) == (RequestState.LOADING, 10)
 
@@ -206,7 +206,7 @@ def test_a_store_that_hangs_lets_go_of_its_blocks_early() -> None:
     num_pinned = loop.ledger.statistics().device.num_pinned
     loop.pass_time(10)
     assert (num_pinned, loop.ledger.statistics().device.num_pinned) == (2, 0)
-    assert loop.told.events == ["DEVICE to HOST: 1 late"]
+    assert loop.observer.events == ["DEVICE to HOST: 1 late"]
     assert (Loop(transfer_timeout_s=3).queue.config.store_bound_s, loop.queue.config.store_bound_s) == (3, 10)
 
 
@@ -217,7 +217,7 @@ def test_what_was_delivered_in_time_is_not_late() -> None:
     loading = loop.load(1)
     loop.queue.deliver(Completion(loop.copies.launched[0].job_id, Outcome.LANDED, 2))
     loop.pass_time(1000)
-    assert (loading.num_computed_tokens, loop.told.events) == (2 * BLOCK, [])
+    assert (loading.num_computed_tokens, loop.observer.events) == (2 * BLOCK, [])
 
 
 @pytest.mark.parametrize("error", [TransferRefused("full"), OSError("a driver's error")])
@@ -240,7 +240,7 @@ def test_a_lost_device_and_a_bug_turn_the_cache_off() -> None:
     lost.copies.raises = DeviceGone("the device fell off the bus")
     lost.load(1)
     lost.queue.advance()
-    assert lost.told.events == ["off: the device fell off the bus"]
+    assert lost.observer.events == ["off: the device fell off the bus"]
     broken.store(1)
 
     def settle(completion: Completion) -> None:
@@ -248,12 +248,12 @@ def test_a_lost_device_and_a_bug_turn_the_cache_off() -> None:
 
     broken.ledger.settle = settle  # type: ignore[method-assign]
     broken.land()
-    assert broken.told.events == ["bug: planted", "off: the ledger failed"]
+    assert broken.observer.events == ["bug: planted", "off: the ledger failed"]
     for loop in (lost, broken):
         num_launched = len(loop.copies.launched)
         loop.store(9)
         assert len(loop.copies.launched) == num_launched
-        assert not loop.queue.is_accepting and loop.queue.off_reason in loop.told.events[-1]
+        assert not loop.queue.is_accepting and loop.queue.off_reason in loop.observer.events[-1]
 
 
 def test_stopping_settles_what_has_ended_and_quarantines_the_rest() -> None:
@@ -315,7 +315,7 @@ def test_a_report_of_a_job_that_was_never_launched_says_nothing() -> None:
     (first,) = loop.copies.launched
     loop.queue.deliver(Completion(first.job_id + 1, Outcome.LANDED, 2))
     loop.queue.advance()
-    assert loop.queue.is_accepting and loop.told.events == []
+    assert loop.queue.is_accepting and loop.observer.events == []
     loop.land()
     loop.land()
     assert loop.ledger.statistics().host.num_cached == 4
@@ -387,7 +387,7 @@ def test_a_transport_hears_of_what_is_given_up_before_its_source_is_released(how
 
     copies = Hearing()
     loop.queue = CopyQueue(
-        loop.ledger, copies, loop.ledger.config, clock=lambda: loop.now, block_bytes=BLOCK_BYTES, observer=loop.told
+        loop.ledger, copies, loop.ledger.config, clock=lambda: loop.now, block_bytes=BLOCK_BYTES, observer=loop.observer
     )
     loop.store(1)
     (plan,) = copies.launched
@@ -400,7 +400,7 @@ def test_a_transport_hears_of_what_is_given_up_before_its_source_is_released(how
         loop.queue.deliver(Completion(plan.job_id, Outcome.UNPROVEN))
         loop.queue.advance()
     assert heard == [(plan.job_id, True)]
-    assert not loop.ledger.jobs.unsettled and not loop.told.events[1:]
+    assert not loop.ledger.jobs.unsettled and not loop.observer.events[1:]
 
 
 def test_nothing_of_an_observers_goes_through() -> None:
@@ -408,10 +408,10 @@ def test_nothing_of_an_observers_goes_through() -> None:
     loop = Loop()
 
     class Raises:
-        num_told = 0
+        num_notified = 0
 
         def observe(self, event: Event) -> None:
-            self.num_told += 1
+            self.num_notified += 1
             raise GeneratorExit
 
     raises = Raises()
@@ -427,7 +427,7 @@ def test_nothing_of_an_observers_goes_through() -> None:
     loop.queue.advance()
     assert not loop.queue.overdue
     loop.queue.turn_off("enough")
-    assert raises.num_told == 3 and loop.queue.off_reason == "enough"
+    assert raises.num_notified == 3 and loop.queue.off_reason == "enough"
 
 
 CALLS: dict[str, Callable[[CopyQueue, Any], object]] = {
@@ -514,7 +514,7 @@ def at_once(**options: Any) -> tuple[Loop, AtOnce]:
     loop = Loop(**options)
     copies = loop.copies = AtOnce(loop)
     loop.queue = CopyQueue(
-        loop.ledger, copies, loop.queue.config, clock=lambda: loop.now, block_bytes=BLOCK_BYTES, observer=loop.told
+        loop.ledger, copies, loop.queue.config, clock=lambda: loop.now, block_bytes=BLOCK_BYTES, observer=loop.observer
     )
     return loop, copies
 
@@ -551,7 +551,7 @@ def test_a_launch_that_is_interrupted_has_an_end() -> None:
     loop = Loop()
     copies = Interrupted()
     loop.queue = CopyQueue(
-        loop.ledger, copies, loop.queue.config, clock=lambda: loop.now, block_bytes=BLOCK_BYTES, observer=loop.told
+        loop.ledger, copies, loop.queue.config, clock=lambda: loop.now, block_bytes=BLOCK_BYTES, observer=loop.observer
     )
     with pytest.raises(KeyboardInterrupt):
         loop.store(1)

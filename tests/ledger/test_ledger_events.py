@@ -1,4 +1,4 @@
-"""KV events of a ledger without a runtime: what a subscriber has put together finds what `lookup` finds."""
+"""KV events of a ledger without a runtime: a subscriber finds the same hits as `lookup`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from following import Follower, Hash, really_cached
-from stepping import PROGRAMS, EngineSteps, OwnSteps, Program
+from event_subscriber import EventSubscriber, Hash, cached_blocks
+from step_programs import PROGRAMS, EngineSteps, OwnSteps, Program
 
 from aoffload import Ledger
 from aoffload._observe.kv_events.changes import Changes
@@ -18,7 +18,7 @@ from aoffload.ledger import Prefix, Root
 each_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
 
 
-class Router(Follower):
+class Router(EventSubscriber):
     """Follows a ledger's events, and answers from them alone how much of a prompt it would find."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -37,7 +37,7 @@ class Router(Follower):
             self.apply(self.encoder.batch(told, 0.0))
 
     def hit(self, tokens: Sequence[int], medium: str) -> int:
-        """Leading tokens whose blocks it has been told of, one behind the other in the first group, and as many as
+        """Leading tokens whose blocks it has been told of, one after the other in the first group, and as many as
         attention reads at the end of it in the others."""
         groups, chain = self.ledger.layout.groups, self.chain(tokens, medium)
         for num_blocks in range(len(chain), 0, -1):
@@ -47,9 +47,9 @@ class Router(Follower):
                 return stop
         return 0
 
-    def chain(self, tokens: Sequence[int], medium: str, behind: Sequence[Hash] = ()) -> list[Hash]:
-        """The hashes of the leading blocks of the first group; `behind`: of which these are known already."""
-        size, found = self.ledger.layout.groups[0].block_size, [*behind]
+    def chain(self, tokens: Sequence[int], medium: str, predecessors: Sequence[Hash] = ()) -> list[Hash]:
+        """The hashes of the leading blocks of the first group; `predecessors`: of which these are known already."""
+        size, found = self.ledger.layout.groups[0].block_size, [*predecessors]
         by_content = {
             (self.known[group, its_hash], content): its_hash
             for (its_medium, group, its_hash), content in self.cached.items()
@@ -84,7 +84,7 @@ def test_events_replay_to_what_a_look_up_finds(program: Program) -> None:
             if rng.random() > 0.1:
                 return
             router.catch_up()
-            assert router.cached == really_cached(steps.ledger)
+            assert router.cached == cached_blocks(steps.ledger)
             media = {medium for medium, _, _ in router.cached}
             assert media <= ({"GPU", "CPU"} if isinstance(steps, OwnSteps) else {"CPU"})
             for tokens in prompts(steps):
@@ -93,7 +93,7 @@ def test_events_replay_to_what_a_look_up_finds(program: Program) -> None:
                     assert (found.num_device_tokens, found.num_host_tokens) == (0, router.hit(tokens, "CPU"))
                 else:
                     device = router.chain(tokens, "GPU")  # from its end on, the host may go on
-                    both = router.chain(tokens, "CPU", behind=device)
+                    both = router.chain(tokens, "CPU", predecessors=device)
                     assert (found.num_device_tokens, found.num_tokens) == (4 * len(device), 4 * len(both))
                 num_compared, num_found = num_compared + 1, num_found + (found.num_tokens > 0)
 

@@ -14,7 +14,7 @@ import pytest
 from engine_driving import EngineDriven
 from page_data import column, columns, page_data
 from prometheus_client import CollectorRegistry
-from stepping import PROGRAMS, EngineSteps, OwnSteps, Program, Seen
+from step_programs import PROGRAMS, EngineSteps, OwnSteps, Program, Seen
 
 from aoffload import DiskTier, IntegrityError, InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, Tier
 from aoffload.demo.logs import make_logger
@@ -215,11 +215,11 @@ def test_a_copy_queue_reports_to_the_log_and_the_metrics(
     path, now, metrics = tmp_path / "log", 0.0, Metrics()
     with path.open("w") as file:
         log = LedgerLog(make_logger(file))
-        told = Observers(Seen(), log, metrics) if has_others else log
-        driven = EngineDriven(observer=told)
+        observers = Observers(Seen(), log, metrics) if has_others else log
+        driven = EngineDriven(observer=observers)
         log.ledger_opened(driven.ledger)
         config, transport = driven.ledger.config, Hanging()
-        queue = CopyQueue(driven.ledger, transport, config, clock=lambda: now, block_bytes=1, observer=told)
+        queue = CopyQueue(driven.ledger, transport, config, clock=lambda: now, block_bytes=1, observer=observers)
         request, tables = driven.computed(range(16))
         (plan,) = driven.offer(request, 16, tables)
         queue.submit([plan])
@@ -232,7 +232,7 @@ def test_a_copy_queue_reports_to_the_log_and_the_metrics(
             queue.deliver(Completion(99, Outcome.LANDED))
             queue.advance()
         assert not queue.is_accepting
-        lost = CopyQueue(driven.ledger, transport, config, clock=lambda: now, block_bytes=1, observer=told)
+        lost = CopyQueue(driven.ledger, transport, config, clock=lambda: now, block_bytes=1, observer=observers)
         transport.is_lost = True
         driven.release(request)
         other, tables = driven.computed(range(100, 116))
@@ -279,9 +279,9 @@ def test_a_request_that_asks_with_other_tokens_of_its_engine_s_is_one_timeline(t
         driven.release(request, "left")
     timelines = Timelines()
     scanned(path, timelines)
-    (asker,) = [one for one in timelines.found if one.name == "asker"]
-    assert asker.states == ["matched", "pinned", "matched", "pinned", "aborted"]
-    assert (asker.facts["num_device_tokens"], asker.facts["num_host_tokens"]) == (8, 8)
+    (retried,) = [one for one in timelines.found if one.name == "asker"]
+    assert retried.states == ["matched", "pinned", "matched", "pinned", "aborted"]
+    assert (retried.facts["num_device_tokens"], retried.facts["num_host_tokens"]) == (8, 8)
 
 
 def test_a_logger_that_raises_costs_its_event_and_nothing_else(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Metrics over a ledger without a runtime: every scrape equals what its statistics say."""
+"""Metrics of a ledger without a runtime: every scrape equals its statistics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from engine_driving import EngineDriven
 from prometheus_client import CollectorRegistry
 from scraping import GUARD_S, Scrape
-from stepping import PROGRAMS, EngineSteps, Program, Seen
+from step_programs import PROGRAMS, EngineSteps, Program, Seen
 
 from aoffload import InvalidArgument, RequestState, Tier
 from aoffload._observe.metrics.families import FAMILIES, ShownWith
@@ -156,13 +156,13 @@ def test_a_request_that_was_told_to_ask_again_is_shown_as_matched() -> None:
     registry.register(LedgerCollector(driven.ledger, metrics, threading.Lock()))
     driven.serve(range(16))
     request, plans = driven.loading(range(17))
-    asker = driven.pending(range(17), [])
+    retried = driven.pending(range(17), [])
     scrape = Scrape.of(registry)
     assert scrape.sum("aoffload_requests", state="matched") == scrape.sum("aoffload_requests", state="loading") == 1
     num_before = scrape.sum("aoffload_request_seconds_count", state="matched")
     driven.land(plans)
     driven.release(request, "left")
-    assert driven.ask(asker)[1] == 16
+    assert driven.ask(retried)[1] == 16
     scrape = Scrape.of(registry)
     assert scrape.sum("aoffload_requests", state="matched") == 0
     assert scrape.sum("aoffload_request_seconds_count", state="matched") == num_before + 1
@@ -170,7 +170,7 @@ def test_a_request_that_was_told_to_ask_again_is_shown_as_matched() -> None:
 
 @each_program
 def test_a_scrape_from_another_thread_waits_for_the_end_of_a_step(program: Program) -> None:
-    """It reads between two calls, never in the middle of one; a program that does not let go of its lock makes it show
+    """It reads between two calls, never in the middle of one; a program that does not release its lock makes it show
     the last scrape, and how old that is."""
     metrics, lock, inside, scrapes = Metrics(), threading.Lock(), threading.Event(), list[Scrape]()
     steps = program(2, metrics)
@@ -222,20 +222,20 @@ def test_latency_losses_and_a_cache_that_is_off_count_once_they_are_told() -> No
                 raise OSError("no")
 
     metrics, log = Metrics(), LedgerLog(Full())
-    told = Observers(log, Broken(), Observers(metrics))
-    driven = EngineDriven(observer=told)
+    observers = Observers(log, Broken(), Observers(metrics))
+    driven = EngineDriven(observer=observers)
     registry = CollectorRegistry()
     registry.register(LedgerCollector(driven.ledger, metrics, threading.Lock()))
     request, tables = driven.computed(range(16))
     (plan,) = driven.launch(driven.offer(request, 16, tables))
-    settle = told.hearing(driven.ledger.settle)
+    settle = observers.hearing(driven.ledger.settle)
     settle(Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))
-    told.observe(StoreSkipped(None, 3, "host_full"))
-    told.observe(CacheTurnedOff("the device is gone"))
+    observers.observe(StoreSkipped(None, 3, "host_full"))
+    observers.observe(CacheTurnedOff("the device is gone"))
     scrape = Scrape.of(registry)
     assert scrape.sum("aoffload_fence_latency_seconds_count", direction="store") == 1
     assert scrape.sum("aoffload_lost_log_events_total") == log.num_lost_events > 3
-    assert scrape.sum("aoffload_observer_failures_total") == told.num_failures == 1
+    assert scrape.sum("aoffload_observer_failures_total") == observers.num_failures == 1
     assert scrape.sum("aoffload_skipped_store_blocks_total", reason="host_full") == 3
     assert scrape.sum("aoffload_cache_off") == 1
     assert request.state is RequestState.RUNNING

@@ -1,4 +1,4 @@
-"""A runtime with metrics, a load for it, and what has to be true of every scrape."""
+"""A runtime with metrics, a load for it, and checks of every scrape."""
 
 from __future__ import annotations
 

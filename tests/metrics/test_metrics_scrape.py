@@ -176,8 +176,8 @@ async def test_the_counters_agree_with_what_happened() -> None:
 
 
 async def test_waits_and_failures_are_counted() -> None:
-    """A wait for room that was granted and one that was given up, a copy that failed, one that was never proven and
-    proves late: each stands where docs/metrics.md says."""
+    """A wait for free blocks that was granted and one that was given up, a copy that failed, one that was never proven
+    and proves late: each stands where docs/metrics.md says."""
     transport = ScriptedTransport(9)
     async with measured(8, transport=transport, transfer_timeout_s=1e6) as found, anyio.create_task_group() as group:
         runtime, impatient = found.runtime, anyio.CancelScope()

@@ -1,4 +1,4 @@
-"""The command as a person types it, and the page that it writes."""
+"""The command line of the planner, and the page that it writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from made_traces import BLOCK_TOKENS, conversations, write_trace
+from synthetic_traces import BLOCK_TOKENS, conversations, write_trace
 
 from aoffload.plan.command import main
 
@@ -92,9 +92,9 @@ def test_what_cannot_be_is_one_line_and_status_2(
 ) -> None:
     """It names the option, or the line of the file."""
     assert main([trace, *SIZES, *arguments]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("aoffload plan: ") and said.err.count("\n") == 1
-    assert problem in said.err
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("aoffload plan: ") and captured.err.count("\n") == 1
+    assert problem in captured.err
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_files_that_cannot_be_read_or_written(trace: str, tmp_path: Path, capsys
         ([trace, *SIZES, "--html", str(tmp_path / "no" / "page.html")], "no such directory"),
     ):
         assert main(arguments) == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and problem in said
+        captured = capsys.readouterr().err
+        assert captured.count("\n") == 1 and problem in captured
     assert Path(trace).read_text() == before
 
 

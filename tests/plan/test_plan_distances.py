@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_traces import BLOCK_TOKENS, REQUESTS, Request, conversations, made, trace_of
+from synthetic_traces import BLOCK_TOKENS, REQUESTS, Request, conversations, made, trace_of
 
 from aoffload.plan.distances import StackDistances, knee
 from aoffload.plan.trace import TracedRequest

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from made_traces import BLOCK_TOKENS, MOST_OF_ONE, REQUESTS, Request, conversations, made, trace_of, write_trace
+from synthetic_traces import BLOCK_TOKENS, MOST_OF_ONE, REQUESTS, Request, conversations, made, trace_of, write_trace
 
 from aoffload import ConfigError, KVCacheGroup, LazyStore, Ledger, OffloadConfig
 from aoffload.ledger import Prefix, Root, TransferPlan
@@ -107,21 +107,21 @@ def spoken(
     config = OffloadConfig(groups=groups, num_host_blocks=num_host, store_policy=store, eviction="learned")
     ledger, heard, hits = Ledger(config, num_device + 1, observer=recorder), list[list[int]](), list[tuple[int, int]]()
     for number, (before, num_asked, num_answered) in enumerate(talks):
-        said = list(heard[before]) if before < number and len(heard[before]) < 80 else []
-        said += [1000 * number + at for at in range(num_asked)]
-        said += [999_999] * (not len(said) % BLOCK_TOKENS)  # else a block less could be hit than the prompt has
-        num_answered += not (len(said) + num_answered - 1) % BLOCK_TOKENS  # its last block is never full
+        chunk = list(heard[before]) if before < number and len(heard[before]) < 80 else []
+        chunk += [1000 * number + at for at in range(num_asked)]
+        chunk += [999_999] * (not len(chunk) % BLOCK_TOKENS)  # else a block less could be hit than the prompt has
+        num_answered += not (len(chunk) + num_answered - 1) % BLOCK_TOKENS  # its last block is never full
         answer = [1000 * number + 500 + at for at in range(num_answered)]
-        record = ledger.admit(Prefix.of(Root("model"), said))
+        record = ledger.admit(Prefix.of(Root("model"), chunk))
         ledger.allocate_nowait(record)
         hits.append((record.match.num_device_tokens // BLOCK_TOKENS, record.match.num_host_tokens // BLOCK_TOKENS))
         land(ledger, ledger.plan_load(record))
-        land(ledger, chain(ledger.commit(record, len(said), answer[:1]), _write_back(ledger)))
-        for at, token in enumerate(answer[1:], len(said) + 1):
+        land(ledger, chain(ledger.commit(record, len(chunk), answer[:1]), _write_back(ledger)))
+        for at, token in enumerate(answer[1:], len(chunk) + 1):
             ledger.extend_nowait(record, at)
             land(ledger, chain(ledger.commit(record, at, (token,)), _write_back(ledger)))
         land(ledger, chain(ledger.release(record), _write_back(ledger)))
-        heard.append(said + answer)
+        heard.append(chunk + answer)
     return hits
 
 
@@ -147,11 +147,11 @@ def test_prompts_that_are_shorter_than_a_block_are_said(num_short: int, is_said:
     """Where most of them are: no size would hit anything, since they have no whole block."""
     short, long = (TracedRequest(0.0, tokens, 1, np.arange(tokens // 8, dtype=np.int32), 0) for tokens in (8, 24))
     trace = Trace("made", (short,) * num_short + (long,) * (4 - num_short), 8, 3)
-    said = [
+    chunk = [
         one for one in cautions(Forecast(trace, Sizes(KV_BYTES, 20 * BLOCK_BYTES))) if "no longer than a block" in one
     ]
-    told = f"{num_short} of 4 prompts are no longer than a block of the trace, 8 tokens, and never hit: record with"
-    assert bool(said) == is_said and all(one.startswith(told) for one in said)
+    expected = f"{num_short} of 4 prompts are no longer than a block of the trace, 8 tokens, and never hit: record with"
+    assert bool(chunk) == is_said and all(one.startswith(expected) for one in chunk)
 
 
 def test_rows_go_from_nothing_to_a_cache_without_end(tmp_path: Path) -> None:
@@ -195,11 +195,11 @@ def test_a_trace_too_short_for_a_size_is_said(tmp_path: Path) -> None:
     """A size that is never full, or full only towards the end; not those that evict early."""
     trace = made(tmp_path, 8, 400)
     sizes = Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, (200 * BLOCK_BYTES, 2**30))
-    (said,) = cautions(Forecast(trace, sizes))
-    assert "is too short for 1 GiB: it is never full" in said
+    (chunk,) = cautions(Forecast(trace, sizes))
+    assert "is too short for 1 GiB: it is never full" in chunk
     nearly = (trace.num_blocks - 30) * BLOCK_BYTES
-    (said,) = cautions(Forecast(trace, Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, (nearly,))))
-    assert "too short" in said and "it keeps blocks for" in said
+    (chunk,) = cautions(Forecast(trace, Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, (nearly,))))
+    assert "too short" in chunk and "it keeps blocks for" in chunk
 
 
 def test_rows_say_for_which_sizes_the_trace_is_too_short(tmp_path: Path) -> None:
@@ -218,8 +218,8 @@ def test_lost_requests_are_said(tmp_path: Path) -> None:
     """What the recorder dropped, from its last line."""
     path = write_trace(tmp_path / "a.jsonl", conversations(9, 400))
     path.write_text(path.read_text() + '{"num_dropped": 7}\n')
-    said = next(cautions(Forecast(read_trace(path, BLOCK_TOKENS), Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES))))
-    assert "7 requests" in said
+    chunk = next(cautions(Forecast(read_trace(path, BLOCK_TOKENS), Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES))))
+    assert "7 requests" in chunk
 
 
 @pytest.mark.parametrize(
@@ -279,8 +279,8 @@ def test_more_prompts_than_can_be_computed_are_said(tmp_path: Path) -> None:
     """Times to first token would say how long the trace is."""
     trace = made(tmp_path, 11, 400)
     speeds = Speeds(prefill_tokens_per_s=10.0, host_gbs=10.0, disk_gbs=1.0)
-    said = list(cautions(forecast_of(trace, speeds=speeds)))
-    assert any("device alone: computing takes" in line for line in said)
+    chunk = list(cautions(forecast_of(trace, speeds=speeds)))
+    assert any("device alone: computing takes" in line for line in chunk)
 
 
 @pytest.mark.parametrize(("disk_gbs", "is_left_alone"), [(3.5, True), (8.0, False)])
@@ -290,11 +290,11 @@ def test_a_disk_that_a_runtime_would_leave_alone_is_said(tmp_path: Path, disk_gb
     sizes = Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, (200 * BLOCK_BYTES,), (400 * BLOCK_BYTES,))
     speeds = Speeds(prefill_tokens_per_s=0.9 * 3.5e9 / KV_BYTES, host_gbs=50.0, disk_gbs=disk_gbs)
     forecast = Forecast(trace, sizes, speeds)
-    said = [line for line in cautions(forecast) if "leave the disk alone" in line]
+    chunk = [line for line in cautions(forecast) if "leave the disk alone" in line]
     _, _, host, both, _ = forecast.rows
     assert (both.blocks == host.blocks, both.loaded_bytes == host.loaded_bytes) == (is_left_alone, is_left_alone)
     assert (both.age_s == host.age_s) == is_left_alone and both.blocks[:2] == host.blocks[:2]
-    assert len(said) == is_left_alone and all("takes 90% of the time" in line for line in said)
+    assert len(chunk) == is_left_alone and all("takes 90% of the time" in line for line in chunk)
 
 
 def test_more_writes_than_a_disk_takes_in_a_day_are_said(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_traces import conversations, write_trace
+from synthetic_traces import conversations, write_trace
 
 from aoffload.plan.trace import Trace, TraceError, read_trace
 

@@ -1,4 +1,4 @@
-"""The recorder: what it writes of a runtime's requests, and that nothing can be learnt from it."""
+"""The recorder: its records of a runtime's requests, which reveal nothing about the tokens."""
 
 from __future__ import annotations
 

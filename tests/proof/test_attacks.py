@@ -1,4 +1,4 @@
-"""What `make attacks` makes of its figures. No attack is made here."""
+"""The report of `make attacks`. No attack is made here."""
 
 from __future__ import annotations
 

@@ -53,14 +53,14 @@ def test_a_program_with_restarts_that_is_run_again_comes_to_the_same(face: Face)
         assert run_program(program) == outcome
 
 
-TAKEN_BACK: tuple[Call, ...] = (
+INVALIDATION: tuple[Call, ...] = (
     call("request", who="a", tokens=(2, 3)), call("allocate", who="a"), call("step", who="a"), call("commit", who="a"),
     call("serve", who="b", tokens=(2, 3, 2, 2)), call("flush", who="b"), call("invalidate", who="a"),
     call("restart", how="killed"),
 )  # fmt: skip
 MENDED: dict[str, tuple[Face, World, tuple[Call, ...], int]] = {
     "killed while a store ends that was taken back": (
-        "asyncio", World(FULL, 3, 100, 1000, "eager", num_disk_blocks=18, max_fetch_share=0.25), TAKEN_BACK, 80,
+        "asyncio", World(FULL, 3, 100, 1000, "eager", num_disk_blocks=18, max_fetch_share=0.25), INVALIDATION, 80,
     ),
     "killed while a block is stored that has rotted": (
         "trio", World(FULL, 4, 100, 2, "eager", num_disk_blocks=200),

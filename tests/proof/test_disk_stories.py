@@ -1,4 +1,4 @@
-"""The crash model of the disk tier: what it tells, and that it is a story of its seed."""
+"""The crash model of the disk tier: its stories depend only on their seeds."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import pytest
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
 from proof.disk.simulated_disk import Crash, DiskFault, SimulatedDisk
-from proof.disk.story import every_call, told
+from proof.disk.story import every_call, run_story
 
 
 @pytest.mark.slow
 def test_no_story_breaks_a_law() -> None:
     """Torn, lost and reordered writes, errors, short calls, hangs, kills and lost power: right bytes or none."""
     for seed in range(700):
-        _, broken = told(seed)
+        _, broken = run_story(seed)
         assert broken is None, (seed, broken)
 
 
 def test_no_story_in_which_erasures_fail_breaks_a_law() -> None:
-    """Each erasure of what was taken back fails or is cut short, or each second, third or fourth one: no restart finds
-    it, whether the process was closed or killed or power was lost."""
+    """Each erasure of invalidated KV fails or is cut short, or each second, third or fourth one: no restart finds it,
+    whether the process was closed or killed or power was lost."""
     counts = Counter[str]()
     for seed in range(120):
-        story, broken = told(seed, erases=1 + seed % 4)
+        story, broken = run_story(seed, erases=1 + seed % 4)
         assert broken is None, (seed, broken)
         counts += story.counts
     assert min(counts[name] for name in ("taken back", "erasures failed", "not erased", "turned off", "power")) > 10
@@ -41,7 +41,7 @@ def test_every_call_may_fail_in_every_way() -> None:
 def test_a_seed_is_one_story() -> None:
     """With its threads and its faults."""
     for seed in range(20):
-        assert told(seed)[0].counts == told(seed)[0].counts
+        assert run_story(seed)[0].counts == run_story(seed)[0].counts
 
 
 def test_power_leaves_any_version_of_what_was_not_synced() -> None:

@@ -1,4 +1,4 @@
-"""Programs over a ledger whose device blocks are an engine's: what they find, and what they have found."""
+"""Programs over a `HostCache`: the violations that they find, and the programs that once found one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_the_engine_is_told_wrongly_is_noticed(name: str, law: str, monkeyp
 
 @pytest.mark.pure("plants a defect in the core")
 def test_who_is_not_told_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever goes on with what a failed forward has left in the engine's cache breaks a law."""
+    """An engine that goes on with the blocks that a failed forward has left in the engine's cache breaks a law."""
 
     def nobody(self: HostCache, other: LedgerRequest, record: LedgerRequest, from_token: int) -> bool:
         return False
@@ -75,7 +75,7 @@ def test_who_is_not_told_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.pure("plants a defect in the core")
 def test_a_wait_that_nobody_ends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is told to ask again is woken when there is no more to wait for."""
+    """A pending request is woken when there is nothing left to wait for."""
     monkeypatch.setattr(Arrivals, "over", lambda self, record: [])
     assert found().violation.startswith("a wait without a need")
 
@@ -99,7 +99,7 @@ def test_a_hit_at_whose_end_nothing_is_needed_is_no_load() -> None:
 
 def test_a_block_shorter_than_a_unit_may_be_that_of_other_tokens() -> None:
     """Prompts that part inside of a unit share blocks of the groups whose blocks are shorter: what one of them has
-    computed wrongly is taken back of both."""
+    computed wrongly is invalidated for both."""
     calls = (
         call("admit", who="a", tokens=[0, 1], spans=[(1, 2, b"dog")]),
         call("admit", who="b", tokens=[0, 1]),

@@ -1,4 +1,4 @@
-"""`make gpu` on any machine: parts of a line each in place of those that need a device."""
+"""`make gpu` without a GPU: its parts are replaced by one-line programs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from proof.gpu.__main__ import _parsed, _warn, run_parts
-from proof.gpu.keeping import Kept, keeping
 from proof.gpu.parts import LONG, PARTS, PHASES, Figure, Part, limits_of
 from proof.gpu.readings import Reading
+from proof.gpu.results import Results, saving
 from proof.gpu.running import GRACE_S, LAST_WORDS, Ended, Ends, ends_within, run_process
 
 ROOT = Path(__file__).parent.parent.parent
@@ -42,7 +42,7 @@ sys.exit(7)
 
 
 def as_lines(text: str) -> dict[str, Reading]:
-    """`name=figure`, and `!` behind what is missed."""
+    """`name=figure`, and `!` after what is missed."""
     pairs = (line.split("=") for line in text.splitlines())
     return {name: Reading(figure.rstrip("!"), "much", not figure.endswith("!")) for name, figure in pairs}
 
@@ -60,7 +60,7 @@ def run(
     *parts: Part, out: Path, known: tuple[Part, ...] = (), about: str = "a device", **options: Any
 ) -> tuple[int, dict[str, str], dict[str, str]]:
     """The exit status; and of the report, how each part went, and each figure with its verdict."""
-    kept = Kept(out, about, known=known or parts)
+    kept = Results(out, about, known=known or parts)
     options.setdefault("clock", lambda: 0.0)
     deadline_s = options.pop("deadline_s", sum(each.limit_s for each in parts))
     status = run_parts(parts, kept, deadline_s, **options)
@@ -100,7 +100,7 @@ def test_all_that_passes_is_zero(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ],
 )  # fmt: skip
 def test_what_fails_is_said_and_the_others_go_on(bad: Part, went: str, figure: str, tmp_path: Path) -> None:
-    """Status 1; the parts behind it have run, and the figures that it did write are there."""
+    """Status 1; the parts after it have run, and the figures that it did write are there."""
     status, how, figures = run(bad, writing("next", "one=5"), out=tmp_path, missing=["triton"])
     assert status == 1
     assert how == {"bad": went, "next": "passed"}
@@ -237,14 +237,14 @@ def test_a_run_that_is_ended_keeps_the_rows_of_its_part(tmp_path: Path) -> None:
 def test_few_files_go_elsewhere_and_have_everything(tmp_path: Path) -> None:
     """The report, and one archive of all: also while a part runs, so that a machine that goes away leaves them."""
     work, out, calls = tmp_path / "work", tmp_path / "out", []
-    kept = Kept(work, "a device", {"driver": "1.2"}, out, known=(each := part("a", "pass"),))
+    kept = Results(work, "a device", {"driver": "1.2"}, out, known=(each := part("a", "pass"),))
 
     def hangs_for(process: subprocess.Popen[bytes], seconds: float) -> bool:
         calls.append((seconds, (out / "report.md").read_text()))
         (work / "a.json").write_text(f"one={len(calls)}")
         return len(calls) == 3 and ends_within(process, GUARD_S)
 
-    ends = keeping(kept.keep, hangs_for, every_s=10.0)
+    ends = saving(kept.keep, hangs_for, every_s=10.0)
     assert run_parts([each], kept, 25.0 + GRACE_S, ends=ends, clock=lambda: 0.0) == 0
     assert [seconds for seconds, _ in calls] == [10.0, 10.0, 5.0]
     rows = [[line for line in text.splitlines() if line.startswith("| `a_one`")] for _, text in calls]

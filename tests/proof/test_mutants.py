@@ -1,4 +1,4 @@
-"""The planted defects stay planted: a mutant that no longer applies finds nothing, and nobody would notice."""
+"""Each planted defect applies to the current source."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ import attrs
 from proof import verdicts
 from proof.mutants import MUTANTS
 from proof.planting import Mutant
-from proof.report_mutants import fates
+from proof.report_mutants import mutant_verdicts
 
 old = "        return value"
 sound = Mutant("sound", "aoffload._common.arguments", old, "        return +value", "", scenarios=("two_tasks",))
@@ -168,8 +168,8 @@ unmet = attrs.evolve(sound, name="unmet", scenarios=(), programs=True)
 verdicts.MOST_RUNS, verdicts.FACES = 8, ("ledger",)
 budget = verdicts.Budget(programs=12, num_ranges=2)
 rows = verdicts.judge(2, (sound, stuck, early, tested, met, unmet), budget)
-found = {fate.name: fate for fate in fates(rows)}
-assert {name: fate.judge for name, fate in found.items()} == {
+found = {verdict.name: verdict for verdict in mutant_verdicts(rows)}
+assert {name: verdict.judge for name, verdict in found.items()} == {
     "sound": "", "stuck": "", early.name: "scenarios", "tested": "", "met": "programs", "unmet": ""}, rows
 assert [row["runs"] for row in found["sound"].rows] == [8] and [row["runs"] for row in found["unmet"].rows] == [12, 12]
 assert [(row["judge"], row["runs"]) for row in found["tested"].rows] == [("test", None)]

@@ -1,5 +1,5 @@
-"""Programs that are none: a mistake of who writes one is a typed error that names it, never a law that is broken or a
-program that tests nothing."""
+"""Invalid programs: each mistake raises a typed error that names it, and is neither reported as a violation nor
+ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs add up to: a pair of features is met, or forbidden for a reason, or missed, and the line says which."""
+"""Reports on programs: each pair of features is met, forbidden for a reason, or missed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs over the ledger: what they find, how they are shortened and replayed, the same in every process."""
+"""Programs over the ledger: the violations that they find, shrinking, replay, and equality in every process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from proof.programs import (
     replay_program,
     run_program,
 )
-from proof.programs.shortening import shorten
+from proof.programs.shrinking import shorten
 
 PLAIN = World((GroupShape("full", 0, 2),), 13, 8, 1000, "eager")
 
@@ -63,23 +63,23 @@ def digests() -> dict[str, str]:
 def test_the_same_seed_is_the_same_program_in_every_process() -> None:
     """Over whatever it runs, what a seed stands for depends on no hash seed, no address and no clock."""
     code = f"import runpy; print(runpy.run_path({__file__!r})['digests']())"
-    told = {
+    answers_by_process = {
         subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
         ).stdout.splitlines()[-1].decode()
         for seed in ("0", "1")
     }  # fmt: skip
-    assert len(told) == 1
+    assert len(answers_by_process) == 1
 
 
 @pytest.mark.pure("plants a defect in the core")
 def test_bytes_of_another_prefix_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that hands out a block that somebody still reads is found, and the program shortened to a few calls."""
 
-    def keeps_nothing(_: ComponentManager, blocks: TierBlocks, run: Any, start: int, is_use: bool) -> None:
+    def pins_nothing(_: ComponentManager, blocks: TierBlocks, run: Any, start: int, is_use: bool) -> None:
         run.parts[blocks.tier].num_references += 1
 
-    monkeypatch.setattr(ComponentManager, "pin", keeps_nothing)
+    monkeypatch.setattr(ComponentManager, "pin", pins_nothing)
     broken = found()
     shortest = broken.shortest()
     assert len(shortest.calls) <= 12 and run_program(shortest).violation is not None
@@ -132,14 +132,14 @@ def test_what_a_refused_call_changes_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_wait_for_nobody_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room that comes back without anybody being told is found: who waits would wait for ever."""
+    """Blocks that are freed without waking a waiter are found: the waiter would wait for ever."""
 
-    def serves_nobody(self: Admission, wakes: Iterable[Callable[[], object]] = ()) -> None:
+    def serves_no_waiter(self: Admission, wakes: Iterable[Callable[[], object]] = ()) -> None:
         self.moves.report()
         for wake in wakes:
             wake()
 
-    monkeypatch.setattr(Admission, "serve_queue", serves_nobody)
+    monkeypatch.setattr(Admission, "serve_queue", serves_no_waiter)
     assert found().violation.partition(":")[0] in ("progress", "a wait without a need")
 
 

@@ -13,7 +13,7 @@ from aoffload._runtime.request import Request
 from proof.programs import GroupShape, Program, World, as_test, call, check_program, run_program
 from proof.programs.program import Call, Face
 from proof.programs.runtime_face import draw_and_run
-from proof.programs.shortening import shorten
+from proof.programs.shrinking import shorten
 
 MOST_CALLS = 12
 """Of a shortened program."""
@@ -59,10 +59,10 @@ def first_broken() -> Program:
 def test_a_reader_that_is_not_told_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has computed on what a failed forward wrote has to hear of it."""
 
-    def tells_nobody(self: Request, from_token: int) -> None:
+    def reports_nothing(self: Request, from_token: int) -> None:
         self._session.ledger.invalidation.invalidate(self._live(), from_token)
 
-    monkeypatch.setattr(Request, "invalidate", tells_nobody)
+    monkeypatch.setattr(Request, "invalidate", reports_nothing)
     assert_found({"not told", "wrong bytes"})
 
 
@@ -116,7 +116,7 @@ def test_waiting_again_for_a_load_that_can_never_fit_is_refused(backend: Face) -
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_pin_that_keeps_no_block_does_not_yield(backend: Face) -> None:
-    """A pin ends for who waits for room only if there is more room without it."""
+    """A pin ends for a waiting request only if that frees blocks."""
     prompt = (3, 1, 3, 3, 1, 2, 2, 2, 2, 1, 3, 1, 3, 1, 2, 1, 2)
     world = World((GroupShape("window", 10, 4), GroupShape("full", 0, 4)), 21, 21, 2000, "eager", 1.0, 0.5)
     calls = (

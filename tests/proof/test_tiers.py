@@ -1,4 +1,4 @@
-"""The long proof of the disk tier can fail: its judges notice what they are for."""
+"""The long proof of the disk tier can fail: its checks detect planted failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aoffload._tiers.disk.slots import DiskOutcome, DiskSlots
 from proof.disk.simulated_disk import DiskFault
 from proof.tiers import kills
 from proof.tiers.engine import WrongBytes
-from proof.tiers.failing import KINDS, one_run
+from proof.tiers.failing_calls import KINDS, one_run
 from proof.tiers.server import SIZE_BYTES
 
 
@@ -30,11 +30,11 @@ def test_wrong_bytes_from_the_disk_are_noticed(monkeypatch: pytest.MonkeyPatch) 
     """A disk that takes whatever it reads for what was stored there."""
     load = DiskSlots.load
 
-    def believing(self: DiskSlots, slots: Any, host_ids: Any) -> DiskOutcome:
+    def assuming_success(self: DiskSlots, slots: Any, host_ids: Any) -> DiskOutcome:
         load(self, slots, host_ids)
         return DiskOutcome(Outcome.LANDED, len(slots))
 
-    monkeypatch.setattr(DiskSlots, "load", believing)
+    monkeypatch.setattr(DiskSlots, "load", assuming_success)
 
     def lose_one_write_after_another() -> None:
         for number in range(40):

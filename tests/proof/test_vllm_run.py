@@ -1,4 +1,4 @@
-"""`make vllm` on any machine: parts of a line each in place of those that need vLLM."""
+"""`make vllm` without vLLM: its parts are replaced by one-line programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from proof.gpu.running import Ended
 from proof.vllm import __main__ as runner
-from proof.vllm.our_tests import cases_of, row_of
+from proof.vllm.connector_tests import cases_of, row_of
 from proof.vllm.parts import PARTS, TOTAL_S, Part
 from proof.vllm.rows import Row, write
 from proof.vllm.verdicts import SAID_AGAIN, Case, count, missed, table
@@ -97,7 +97,7 @@ def test_each_case_has_a_verdict() -> None:
 
 def test_what_is_said_again_is_said() -> None:
     """Each of these tests is there."""
-    text = (Path(runner.__file__).parent / "said_again.py").read_text()
+    text = (Path(runner.__file__).parent / "manager_behaviour.py").read_text()
     assert all(f"def {name}(" in text for name in SAID_AGAIN.values())
 
 

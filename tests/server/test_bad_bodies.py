@@ -1,4 +1,4 @@
-"""What a client may get wrong: it is told which field, in OpenAI's shape, and the server goes on."""
+"""Invalid requests: the error names the field in OpenAI's format, and the server goes on."""
 
 from __future__ import annotations
 

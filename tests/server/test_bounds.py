@@ -1,4 +1,4 @@
-"""What a client can make the server keep before it is admitted: connections, headers, bodies, unread answers."""
+"""Bounds on memory before admission: connections, headers, bodies, unread answers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @BACKENDS
 async def test_unfinished_bodies_are_bounded_in_sum() -> None:
-    """The oldest one gives way, with 503; whoever finishes is read."""
+    """The oldest one gives way, with 503; a request that is complete is read."""
     readings = Readings(max_bytes=100)
     async with reading(readings, 3) as (senders, ends):
         for sender in senders[:2]:
@@ -167,12 +167,12 @@ class Served:
     port: int
     clients: list[socket.socket] = attrs.field(factory=list)
 
-    def connect(self, said: bytes = b"") -> socket.socket:
+    def connect(self, data: bytes = b"") -> socket.socket:
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(GUARD_S)
         client.connect(("127.0.0.1", self.port))
-        client.sendall(said)
+        client.sendall(data)
         self.clients.append(client)
         return client
 
@@ -251,11 +251,11 @@ async def test_a_request_that_is_answered_makes_no_room() -> None:
 
 
 @on_sockets
-@pytest.mark.parametrize("said", [b"", HALF, HALF + b"\r\n\r\n" + HALF], ids=["nothing", "half", "a second half"])
-async def test_a_header_has_its_time(said: bytes) -> None:
+@pytest.mark.parametrize("data", [b"", HALF, HALF + b"\r\n\r\n" + HALF], ids=["nothing", "half", "a second half"])
+async def test_a_header_has_its_time(data: bytes) -> None:
     """A connection without a whole request is closed, also one that has had an answer."""
     async with served(Connections(timeout_s=0.05)) as server:
-        assert await is_cut(server.connect(said))
+        assert await is_cut(server.connect(data))
 
 
 @on_sockets
@@ -316,7 +316,7 @@ class Reader:
 
 
 def test_unread_answers_are_bounded_in_sum() -> None:
-    """The oldest ones go; who has read its answer stays."""
+    """The oldest ones go; a client that has read its answer stays."""
     connections = Connections(max_unread_bytes=100)
     readers: list[Any] = [Reader(size) for size in (60, 0, 30, 50)]
     for reader in readers:

@@ -1,4 +1,4 @@
-"""The server as a program: what it prints, how it ends."""
+"""The server as a program: its output, and its exit."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Program:
         """Its exit status, and what it wrote on stderr."""
         with anyio.fail_after(GUARD_S):
             assert self.process.stderr is not None
-            said = b"".join([part async for part in self.process.stderr])
-            return await self.process.wait(), said.decode()
+            output = b"".join([part async for part in self.process.stderr])
+            return await self.process.wait(), output.decode()
 
 
 @contextlib.asynccontextmanager
@@ -224,9 +224,9 @@ async def test_a_log_on_a_full_disk_harms_nothing() -> None:
             answer = await client.post("/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 2})
             assert answer.status_code == 200
         server.signal()
-        status, said = await server.wait()
+        status, output = await server.wait()
     assert status == 0
-    first, last = said.splitlines()
+    first, last = output.splitlines()
     assert first.startswith("/dev/full: events are lost from here on: ")
     assert re.fullmatch(r"/dev/full: \d+ events were lost in all", last)
 
@@ -239,9 +239,9 @@ async def test_a_server_for_everybody_without_a_key_is_warned_of(tmp_path: Path)
         async with program("--host", "0.0.0.0", *options) as server, httpx.AsyncClient(base_url=server.url) as client:
             status = (await client.get("/v1/models")).status_code
             server.signal()
-            ended, said = await server.wait()
+            ended, output = await server.wait()
         assert (ended, status) == (0, 200 if is_warned else 401)
-        assert said.startswith("warning: whoever reaches 0.0.0.0") if is_warned else said == ""
+        assert output.startswith("warning: whoever reaches 0.0.0.0") if is_warned else output == ""
 
 
 def test_a_model_that_does_not_fit_is_an_option_that_is_wrong() -> None:
@@ -298,9 +298,9 @@ def test_bad_options_are_named(arguments: list[str], name: str, capsys: pytest.C
     with pytest.raises(SystemExit) as ended:
         main(["--model", "tiny", "--port", "0", *arguments])
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert f"argument {name}" in said
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert f"argument {name}" in output
+    assert "Traceback" not in output
 
 
 def test_an_address_that_cannot_be_had_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -355,5 +355,5 @@ def test_a_missing_extra_is_named(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    said = r"aoffload serve: the server needs \w+, which is not installed: pip install 'aoffload\[server\]'\n"
-    assert re.fullmatch(said, done.stderr)
+    output = r"aoffload serve: the server needs \w+, which is not installed: pip install 'aoffload\[server\]'\n"
+    assert re.fullmatch(output, done.stderr)

@@ -1,4 +1,4 @@
-"""What each endpoint answers, without sockets."""
+"""The answers of each endpoint, without sockets."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ async def test_a_failed_forward_is_an_error_of_its_own_request() -> None:
 
 
 async def test_an_answer_that_takes_too_long_is_ended() -> None:
-    """504 to whoever waits for the whole, and nothing of it stays."""
+    """504 for a client that waits for the whole answer, and nothing of the request stays."""
     async with serving(attrs.evolve(OPTIONS, answer_timeout_s=0.05)) as bench:
         bench.model.may_end.clear()
         caller = Caller.of(bench)

@@ -1,4 +1,4 @@
-"""Who hangs up is gone at once, wherever its request is: no compute, no pin, no place."""
+"""Clients that hang up: their requests end at once in every state, and keep no compute, pin or place in the queue."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_a_request_ends_while_its_forward_runs(is_streamed: bool) -> None:
 
 @each_form
 async def test_a_request_ends_while_it_waits_for_the_engine(is_streamed: bool) -> None:
-    """All places of the engine are taken: whoever hangs up in the line has never held a block."""
+    """All places of the engine are taken: a client that hangs up in the queue has never held a block."""
     async with serving() as bench:
         bench.model.may_end.clear()
         waiting = [Caller.of(bench, stream=is_streamed) for _ in range(4)]

@@ -120,11 +120,11 @@ async def test_many_clients_of_whom_some_hang_up() -> None:
     assert (served.num_pinned, served.num_live, server.service.admission.num_refused) == (0, 0, 0)
     assert all(line.endswith(" 0.0") for line in held), held
     num_left = 0
-    for told, wanted, client in zip(texts(served), texts(idle), swarm["clients"], strict=True):
-        assert told == wanted[: len(told)]
+    for answer, wanted, client in zip(texts(served), texts(idle), swarm["clients"], strict=True):
+        assert answer == wanted[: len(answer)]
         if "leaves_after" not in client:
-            assert len(told) == len(wanted)
-        num_left += len(told) < len(wanted)
+            assert len(answer) == len(wanted)
+        num_left += len(answer) < len(wanted)
     assert num_left > NUM_CLIENTS / 5
     cached = [tiers for client in served.clients for tiers in client["cached"]]
     assert sum(tiers["host"] for tiers in cached) > 0

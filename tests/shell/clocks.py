@@ -1,4 +1,5 @@
-"""Event loops whose time passes when nobody has anything else to do, or leaps at a word: long waits cost nothing."""
+"""Event loops with virtual time, so that long waits cost nothing. Time passes while all tasks wait, or jumps on
+request."""
 
 from __future__ import annotations
 

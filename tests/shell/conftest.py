@@ -1,4 +1,4 @@
-"""What a runtime says of its lower tiers is scraped as the metrics' own tests do it."""
+"""Scrapes of a runtime with lower tiers, with the readers of the metrics tests."""
 
 import sys
 from pathlib import Path

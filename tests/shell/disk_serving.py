@@ -75,7 +75,7 @@ async def stored(engine: Engine) -> None:
 
 
 class Hanging:
-    """Calls of a simulated disk that hang until they are let go."""
+    """Calls of a simulated disk that hang until they are released."""
 
     def __init__(self, disk: SimulatedDisk, hangs: Callable[[IOCall], bool]) -> None:
         self._go_on = threading.Event()
@@ -92,7 +92,7 @@ class Hanging:
         for _ in range(num_calls):
             await anyio.to_thread.run_sync(lambda: self._begun.get(timeout=GUARD_S))
 
-    def let_go(self) -> None:
+    def resume(self) -> None:
         self._go_on.set()
 
 

@@ -35,7 +35,7 @@ class OwnPool:
     def give(self, block_ids: array[int]) -> None:
         self.held.subtract(block_ids)
         assert min(self.held.values(), default=0) >= 0, "given, and not held"
-        self.let_go(block_ids)
+        self.release(block_ids)
 
     def refer(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
@@ -43,7 +43,7 @@ class OwnPool:
                 self.free.remove(block_id)
             self.references[block_id] += 1
 
-    def let_go(self, block_ids: Iterable[int]) -> None:
+    def release(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
             self.references[block_id] -= 1
             assert self.references[block_id] >= 0, "let go of, and nobody had it"
@@ -106,13 +106,13 @@ class OwnEngine:
                 return num_ready
             return -1
         finally:
-            self.pool.let_go(reversed(table))
+            self.pool.release(reversed(table))
 
     async def prepare(self, request: EngineRequest, token_ids: Sequence[int], table: list[int]) -> int:
         """Wait for what others bring, load into fresh blocks, and have others in place of what has not come."""
         while request.match.is_pending:
             self.num_pending += 1
-            self.pool.let_go(reversed(table))
+            self.pool.release(reversed(table))
             table[:] = self.pool.hit(token_ids)
             await request.match_again(num_device_tokens=len(table) * BLOCK)
         table += self.pool.take(-(-len(token_ids) // BLOCK) - len(table))
@@ -126,7 +126,7 @@ class OwnEngine:
         """Have other blocks from position `start` on: copies may still write to these."""
         old = table[start:]
         table[start:] = self.pool.take(len(old))
-        self.pool.let_go(reversed(old))
+        self.pool.release(reversed(old))
 
     def compute(self, token_ids: Sequence[int], table: Sequence[int], num_ready: int) -> None:
         for at in range(num_ready // BLOCK, len(token_ids) // BLOCK):
@@ -152,7 +152,7 @@ class OwnEngine:
 
     async def assert_stored_from(self, table: list[int], token_ids: list[int]) -> None:
         """The engine gives up `table`, and host memory has all of `token_ids` but the last."""
-        self.pool.let_go(table)
+        self.pool.release(table)
         await self.runtime.flush()
         assert await self.serve(token_ids) == len(token_ids) - 1
         await self.assert_at_rest()

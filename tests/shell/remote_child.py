@@ -1,4 +1,4 @@
-"""A process that serves prompts with a store in a real server, and says what each of them hit there.
+"""A process that serves prompts with a store in a real server, and prints the hits of each prompt.
 
 Arguments: the server's URL, the secret (hexadecimal, or nothing), how often each prompt is served, and their seeds.
 """

@@ -94,7 +94,7 @@ class Later(Env):
 
 
 class HangingStore:
-    """Calls of a simulated store that hang until they are let go."""
+    """Calls of a simulated store that hang until they are released."""
 
     def __init__(self, store: SimulatedStore, *kinds: str) -> None:
         self._go_on = threading.Event()
@@ -111,7 +111,7 @@ class HangingStore:
         for _ in range(num_calls):
             await anyio.to_thread.run_sync(lambda: self._begun.get(timeout=GUARD_S))
 
-    def let_go(self) -> None:
+    def resume(self) -> None:
         self._go_on.set()
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the shell share: an engine whose KV is a function of the prefix, so bytes can be checked."""
+"""Shared parts of the runtime tests: an engine whose KV is a function of the prefix, so that bytes can be checked."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Engine:
     def compute(
         self, request: Request, token_ids: Sequence[int], num_ready: int, salt: object = None, stop: int | None = None
     ) -> None:
-        """A forward: writes the whole blocks behind what is ready."""
+        """A forward: writes the whole blocks after what is ready."""
         table = request.block_ids[0]
         for index in range(num_ready // self.block_size, (stop or len(token_ids)) // self.block_size):
             self.blocks.write(table[index], tag(token_ids[: (index + 1) * self.block_size], salt))

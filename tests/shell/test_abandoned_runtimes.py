@@ -1,4 +1,4 @@
-"""A runtime that nobody leaves: its threads end and its directory is free, whatever becomes of its event loop."""
+"""Runtimes that are never closed: their threads end and their directories are released."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_handle_keeps_its_runtime_open_and_so_does_a_pin(kept: str) -> None:
 
 
 def test_a_runtime_that_was_left_is_no_longer_there_and_says_nothing() -> None:
-    """Whoever leaves the block is not warned. So is who never entered it: there is nothing to leave."""
+    """There is no warning if the block is left, or if it was never entered."""
     before = threads()
 
     async def live() -> None:

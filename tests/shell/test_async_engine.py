@@ -23,7 +23,7 @@ LOAD_TIMEOUT_S = 30.0
 
 
 class LoadsFail(FaultyTransport):
-    """Every third load. A copy that hangs is given up at once: the clock leaps behind its deadline."""
+    """Every third load. A copy that hangs is given up at once: the clock leaps past its deadline."""
 
     def __init__(self, kv: torch.Tensor, fault: JobFault) -> None:
         # Else in the next turn: what is unproven is proven before the end.
@@ -95,13 +95,13 @@ def test_it_loads_what_an_earlier_process_left_on_the_disk(
 def test_it_notices_bytes_that_never_came(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """An engine that believes the match instead of the load gives other answers."""
 
-    def believing(load: Any) -> Any:
-        async def load_and_believe(request: Any, *args: Any, **options: Any) -> int:
+    def assuming_success(load: Any) -> Any:
+        async def load_assuming_success(request: Any, *args: Any, **options: Any) -> int:
             await load(request, *args, **options)
             return int(request.match.num_tokens)
 
-        return load_and_believe
+        return load_assuming_success
 
-    run(JobFault.FAIL, monkeypatch, load=believing)
+    run(JobFault.FAIL, monkeypatch, load=assuming_success)
     found = re.search(r"blocks: (\d+) of (\d+)\n", capsys.readouterr().out)
     assert found and int(found[1]) < int(found[2])

@@ -246,7 +246,7 @@ async def test_bad_options_of_a_request(argument: str, options: dict[str, Any]) 
 
 
 async def test_two_live_requests_of_one_id() -> None:
-    """A live request's id is taken; it is free again behind its block."""
+    """A live request's id is taken; it is free again after its block."""
     async with scripted() as (engine, _):
         async with engine.runtime.request(A, "r1") as first:
             with pytest.raises(DuplicateRequest, match="request_id") as refused:

@@ -1,4 +1,4 @@
-"""Cancellation at every point, of every kind: the pins go, nobody else notices, the others get the right bytes."""
+"""Cancellation at every point: pins are released, and other requests get the right bytes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ async def stored_on_the_host_only(engine: Engine, *prompts: list[int]) -> None:
 
 
 async def whole_life(engine: Engine, token_ids: list[int], request_id: str | None = None) -> None:
-    """Waits for room, loads, computes in a step, grows with another wait, and cleans up with an await of its own."""
+    """Waits for free blocks, loads, computes in a step, grows with another wait, and cleans up with an await of its
+    own."""
     async with engine.runtime.request(token_ids, request_id) as request:
         try:
             await request.allocate()
@@ -210,7 +211,7 @@ async def test_cancelled_natively_at_every_checkpoint_with_real_bytes() -> None:
 
 
 class Waiting:
-    """One that holds all room, and three that wait in line for it."""
+    """One that holds all room, and three that wait for it."""
 
     def __init__(self, engine: Engine, group: anyio.abc.TaskGroup) -> None:
         self.engine, self.group = engine, group
@@ -240,7 +241,8 @@ class Waiting:
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 async def test_cancelled_in_line(number: int) -> None:
-    """The head of the line or somebody behind it leaves: the others keep their order, and only the head keeps pins."""
+    """The head of the wait queue or somebody after it leaves: the others keep their order, and only the head keeps
+    pins."""
     async with scripted(6) as (engine, _), anyio.create_task_group() as group:
         waiting = Waiting(engine, group)
         await waiting.start()
@@ -259,7 +261,7 @@ async def test_cancelled_in_line(number: int) -> None:
 
 
 async def test_cancelled_when_granted_but_not_resumed() -> None:
-    """A grant whose owner is cancelled before it runs again goes to the next in line, not into nothing."""
+    """A grant whose owner is cancelled before it runs again goes to the next in the wait queue, not into nothing."""
     async with scripted(6) as (engine, _), anyio.create_task_group() as group:
         waiting = Waiting(engine, group)
         await waiting.start()
@@ -364,7 +366,7 @@ def loads(transport: ScriptedTransport) -> list[int]:
 
 
 async def loading(engine: Engine, transport: ScriptedTransport, group: anyio.abc.TaskGroup) -> dict[str, Any]:
-    """A leader and a sharer wait for one load of A, and another request for its own load of B behind it."""
+    """A leader and a sharer wait for one load of A, and another request for its own load of B after it."""
     transport.auto = False
     found: dict[str, Any] = {"done": {}}
 
@@ -382,7 +384,8 @@ async def loading(engine: Engine, transport: ScriptedTransport, group: anyio.abc
 @pytest.mark.parametrize("victims", [["leader"], ["sharer"], ["leader", "sharer"], ["behind"]])
 @pytest.mark.parametrize("lands", ["before", "after"])
 async def test_cancelled_while_a_load_is_launched(victims: list[str], lands: str) -> None:
-    """A launched load can't be recalled: whoever still waits for it gets its bytes, and nobody is written over."""
+    """A launched load can't be recalled: a request that still waits for it gets its bytes, and no other blocks are
+    overwritten."""
     async with scripted(12, num_host_blocks=8) as (engine, transport), anyio.create_task_group() as group:
         await stored_on_the_host_only(engine, A, B)
         found = await loading(engine, transport, group)
@@ -465,7 +468,7 @@ async def test_a_cancelled_load_may_be_awaited_again() -> None:
 
 
 async def test_two_tasks_may_wait_for_one_load() -> None:
-    """Whoever waits for a load hears of its end, however many wait, and however late they came."""
+    """Each request that waits for a load hears of its end, however many wait, and however late they came."""
     async with scripted(12, num_host_blocks=8) as (engine, transport):
         await stored_on_the_host_only(engine, A)
         transport.auto = False

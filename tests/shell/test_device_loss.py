@@ -96,7 +96,7 @@ def lose(transport: ScriptedTransport) -> LossyTransport:
 
 @pytest.mark.usefixtures("lossy")
 async def test_a_load_that_is_refused_for_good_turns_the_cache_off(events: list[Any]) -> None:
-    """Whoever launches first hears of it: a miss, one event, one question to the transport; nothing in quarantine."""
+    """The first launch reports it: a miss, one event, one question to the transport; nothing in quarantine."""
     async with scripted() as (engine, transport):
         await on_the_host(engine, A, B)
         lost = lose(transport)
@@ -131,7 +131,7 @@ async def test_a_commit_without_a_fence_for_good_turns_the_cache_off(events: lis
 @pytest.mark.usefixtures("lossy")
 @pytest.mark.parametrize("end", ["lose", "fail"])
 async def test_a_copy_that_a_lost_device_has_ended_turns_the_cache_off(end: str, events: list[Any]) -> None:
-    """A completion does not say why; asked for a fence, the device does. What waits behind it is dropped, and only what
+    """A completion does not say why; asked for a fence, the device does. What waits after it is dropped, and only what
     was under way is in doubt."""
     async with scripted(num_host_blocks=32, max_jobs_in_flight=1) as (engine, transport):
         await on_the_host(engine, A, B)

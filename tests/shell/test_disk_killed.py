@@ -1,4 +1,4 @@
-"""A process that is killed while it stores: the next one has right bytes or misses, and most of what was stored."""
+"""A process that is killed during stores: the next one reads right bytes or misses, and most stored blocks."""
 
 from __future__ import annotations
 

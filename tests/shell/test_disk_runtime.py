@@ -181,12 +181,12 @@ async def test_a_request_may_run_while_the_disk_is_read() -> None:
         async with with_disk(disk) as engine:
             await hanging.wait_for()
             assert await engine.serve(A) == 0
-            hanging.let_go()
+            hanging.resume()
             assert await engine.runtime.disk.wait_restored() == 8
             assert await engine.serve(B) == 16
             await assert_quiet(engine.runtime)
     finally:
-        hanging.let_go()
+        hanging.resume()
 
 
 async def test_nothing_is_stored_while_the_disk_is_read() -> None:
@@ -203,12 +203,12 @@ async def test_nothing_is_stored_while_the_disk_is_read() -> None:
                 await engine.runtime.flush()
             assert engine.runtime.ledger.jobs.num_stored_now(Tier.HOST) == 0
             assert engine.runtime.statistics().disk_transfers.num_stores == 0  # type: ignore[union-attr]
-            hanging.let_go()
+            hanging.resume()
             assert await engine.runtime.disk.wait_restored() == 4
             assert await engine.serve(A) == 16
             await assert_quiet(engine.runtime)
     finally:
-        hanging.let_go()
+        hanging.resume()
 
 
 async def test_a_reset_while_the_disk_is_read() -> None:
@@ -221,13 +221,13 @@ async def test_a_reset_while_the_disk_is_read() -> None:
         async with with_disk(disk) as engine:
             await hanging.wait_for()
             await engine.runtime.reset()
-            hanging.let_go()
+            hanging.resume()
             assert await engine.runtime.disk.wait_restored() == 0
             assert engine.runtime.statistics().disk.num_cached == 0  # type: ignore[union-attr]
             assert await engine.serve(A) == 0
             await assert_quiet(engine.runtime)
     finally:
-        hanging.let_go()
+        hanging.resume()
 
 
 async def test_closing_while_the_disk_is_read_that_hangs() -> None:
@@ -242,7 +242,7 @@ async def test_closing_while_the_disk_is_read_that_hangs() -> None:
                 await hanging.wait_for()
         assert disk.is_locked
     finally:
-        hanging.let_go()
+        hanging.resume()
 
 
 @pytest.mark.parametrize("when", ["before it is stored there", "after"])
@@ -323,7 +323,7 @@ async def test_what_is_being_stored_while_it_is_taken_back_is_found_by_nobody() 
             written: list[bool] = []
             disk.wrote = lambda name, offset, data: written.append(any(data)) if name == "table" else None
             request.invalidate(0)
-            hanging.let_go()
+            hanging.resume()
             await runtime.flush()
     assert written and not any(written)  # no record of it was ever there
 
@@ -408,7 +408,7 @@ async def test_a_fetch_that_hangs_is_waited_for_no_longer_than_said() -> None:
                 with anyio.fail_after(PATIENCE_S):
                     await goes_on.wait()
         finally:
-            hanging.let_go()
+            hanging.resume()
         await assert_quiet(runtime)
 
 
@@ -433,7 +433,7 @@ async def test_a_load_from_the_disk_that_is_given_up_leaves_the_others_alone() -
                 await engine.serve(C)
                 await runtime.reset(Tier.DEVICE)
         finally:
-            hanging.let_go()
+            hanging.resume()
         with anyio.fail_after(GUARD_S):
             while runtime.statistics().host.num_quarantined:
                 await turns()
@@ -460,7 +460,7 @@ async def test_a_store_that_hangs_leaves_the_others_alone() -> None:
                 for seed in range(20, 26):
                     await engine.serve(prompt(seed, 17))
         finally:
-            hanging.let_go()
+            hanging.resume()
         await runtime.flush()
     async with with_disk(disk, num_host_blocks=32, num_blocks=32) as engine:
         await engine.runtime.disk.wait_restored()
@@ -488,7 +488,7 @@ async def test_closing_takes_no_longer_than_it_may_on_a_disk_that_hangs() -> Non
         assert disk.is_locked
     finally:
         for hanging in hangings:
-            hanging.let_go()
+            hanging.resume()
 
 
 # -- a cap for writes -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A runtime with a disk where threads, room or time are short: typed refusals, nothing left behind, nothing twice."""
+"""A runtime with a disk that is short of threads, disk space or time: typed errors, and no leak."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_a_reset_that_waits_no_longer_than_it_may_does_not_cost_the_disk()
                 await runtime.flush()
             assert runtime.statistics().disk_transfers == before
         finally:
-            hanging.let_go()
+            hanging.resume()
         with anyio.fail_after(GUARD_S):
             while runtime.statistics().disk_transfers == before:  # the turn of the loop that hears of it stores
                 await turns(1)
@@ -159,7 +159,7 @@ async def test_closing_writes_what_fits_once(num_prompts: int, num_slots: int) -
         assert await engine.serve(prompt(num_prompts - 1, 17)) == 16
 
 
-class GoingBack(Env):
+class ClockGoingBack(Env):
     """A clock that is set back again and again."""
 
     seconds = 0.0
@@ -171,7 +171,7 @@ class GoingBack(Env):
 
 async def test_a_clock_that_goes_back_costs_no_thread(tmp_path: Path) -> None:
     """Copies go on, of the device and of the disk."""
-    async with with_disk(tmp_path, env=GoingBack()) as engine:
+    async with with_disk(tmp_path, env=ClockGoingBack()) as engine:
         await on_the_disk_only(engine, A)
         assert await engine.serve(A) == 16
         await assert_quiet(engine.runtime)

@@ -1,5 +1,5 @@
-"""A runtime over blocks that an engine keeps: hits behind its own, loads that others bring, loads that fall short, and
-requests that end in the middle of a copy. In virtual time."""
+"""A runtime over engine-owned blocks: hits after those of the engine, shared and partial loads, and requests that end
+during a copy. In virtual time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def loads(engine: OwnEngine) -> list[int]:
 
 
 async def test_a_hit_behind_the_engines_own() -> None:
-    """What the engine's cache has is not copied, what host memory has behind it is, and the bytes are right."""
+    """What the engine's cache has is not copied, what host memory has after it is, and the bytes are right."""
     async with own_engine() as engine:
         await engine.stored(A)
         assert await engine.serve(A) == 16 and loads(engine) == [4]
@@ -60,7 +60,7 @@ async def test_a_hit_behind_the_engines_own() -> None:
 
 
 async def test_what_is_deferred_is_stored_by_later_steps() -> None:
-    """Also after its request has ended, behind the fence that is given. A fence that is none is refused, and nothing is
+    """Also after its request has ended, after the fence that is given. A fence that is none is refused, and nothing is
     lost by that; without engine-owned blocks there is nothing to defer."""
     async with own_engine(max_bytes_in_flight=1) as engine:
         runtime, deferred = engine.runtime, engine.runtime.ledger
@@ -104,7 +104,7 @@ async def test_what_is_declined_is_computed() -> None:
                 request.offer(7, [table])
             request.offer(8, [table])
             assert request.state is S.RUNNING
-        engine.pool.let_go(table)
+        engine.pool.release(table)
         await engine.assert_at_rest()
 
 
@@ -153,7 +153,7 @@ async def test_pending_is_bounded() -> None:
                     await request.match_again(num_device_tokens=0)
                 ends.append(anyio.current_time() - began)
                 ready.append(await request.load(into=[table]))
-            engine.pool.let_go(table)
+            engine.pool.release(table)
 
         async with anyio.create_task_group() as group:
             group.start_soon(serve, 0)
@@ -182,15 +182,15 @@ async def test_a_wait_for_what_others_bring_outlasts_the_copy_worker() -> None:
                 worker.cancel()
                 await turns()
                 began = anyio.current_time()
-                async with engine.runtime.request(A, "asker") as asker, anyio.create_task_group() as group:
-                    assert asker.match.is_pending
-                    group.start_soon(partial(asker.match_again, num_device_tokens=0))
+                async with engine.runtime.request(A, "asker") as retried, anyio.create_task_group() as group:
+                    assert retried.match.is_pending
+                    group.start_soon(partial(retried.match_again, num_device_tokens=0))
                     await anyio.sleep(2)
                     if is_offered:
                         bringer.offer(17, [table])
                 waited_s = anyio.current_time() - began
                 assert waited_s == pytest.approx(2 if is_offered else TIMES["pending_timeout_s"])
-            engine.pool.let_go(table)
+            engine.pool.release(table)
             assert engine.held() == []
 
 
@@ -236,7 +236,7 @@ async def test_an_abandoned_request_that_waits_for_another_is_noticed() -> None:
             assert list(engine.runtime.ledger.live_requests) == [bringer.request_id]
         engine.transport.land_all()
         await turns()
-        engine.pool.let_go(table)
+        engine.pool.release(table)
         await engine.assert_at_rest()
 
 
@@ -321,7 +321,7 @@ async def test_a_next_request_does_not_load_what_was_lost() -> None:
                     engine.transport.fail(job_id, engine.transport.in_flight[job_id].plan.num_blocks - 1)
                 assert await pending.wait() == max(0, tried[-1] - 4)
                 limit = request.retry_max_hit_tokens
-            engine.pool.let_go(table)
+            engine.pool.release(table)
         assert tried == [16, 12, 8, 4, 0]
         await engine.assert_at_rest()
 
@@ -365,7 +365,7 @@ async def test_leaving_in_the_middle_of_a_copy() -> None:
             request.load_nowait(into=[table])
             await turns()
         assert (request.state, request.reason) == (S.ABORTED, "closed_early")
-        engine.pool.let_go(table)
+        engine.pool.release(table)
         assert list(engine.pool.free) == [table[4]] and engine.held() == sorted(table[:4])
         engine.runtime.check_integrity()
         engine.transport.land_all()
@@ -439,7 +439,7 @@ async def test_run_is_cancelled_at_each_checkpoint() -> None:
                 try:
                     return await engine.prepare(request, A, table)
                 finally:
-                    engine.pool.let_go(reversed(table))
+                    engine.pool.release(reversed(table))
 
             with anyio.CancelScope() as scope:
                 steps = Checkpoints(k, scope.cancel)
@@ -490,12 +490,13 @@ async def test_a_load_whose_wait_was_cancelled_goes_on() -> None:
             engine.transport.land_all()
             assert await request.load() == 16
             engine.check(A, table, 16)
-        engine.pool.let_go(table)
+        engine.pool.release(table)
         await engine.assert_at_rest()
 
 
 async def test_the_runtime_closes_under_its_requests() -> None:
-    """Who waits for another one's load, and who waits for a copy, are told; a copy without an end keeps its blocks."""
+    """Requests that wait for a load of another one, or for a copy, are woken; a copy without an end keeps its
+    blocks."""
     errors: list[str] = []
 
     async def fails(engine: OwnEngine) -> None:
@@ -521,13 +522,13 @@ async def test_the_runtime_closes_under_its_requests() -> None:
 
 
 async def test_an_offer_waits_for_its_forward() -> None:
-    """The copy starts behind the fence, and holds its blocks from the offer on, also when the request has left."""
+    """The copy starts after the fence, and holds its blocks from the offer on, also when the request has left."""
     async with own_engine() as engine:
         fence = ScriptedFence()
         table = engine.pool.take(5)
         async with engine.runtime.request(A) as request:
             request.offer(17, [table], after=fence)
-        engine.pool.let_go(table)
+        engine.pool.release(table)
         (copy,) = engine.transport.in_flight.values()
         assert not copy.may_start and engine.held() == sorted(table[:4])
         engine.compute(A, table, 0)
@@ -660,7 +661,7 @@ async def test_wrong_arguments_are_refused_by_name() -> None:
             with pytest.raises(InvalidArgument, match="is_last: "):
                 request.offer(17, [table], is_last=1)  # type: ignore[arg-type]
             request.offer(17, [table])
-        engine.pool.let_go(table)
+        engine.pool.release(table)
         await engine.assert_at_rest()
 
 

@@ -1,5 +1,5 @@
-"""Random lives over blocks that an engine keeps: prompts that share beginnings, copies that end in any way and order,
-cancellations and preemptions at any time. Whoever computes has the right bytes, and in the end every block is back."""
+"""Random requests over engine-owned blocks: shared prefixes, copies that end in any way and order, cancellations and
+preemptions at any time. Every request has the right bytes, and every block is returned."""
 
 from __future__ import annotations
 

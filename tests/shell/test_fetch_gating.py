@@ -12,7 +12,7 @@ from serving import GUARD_S, prompt, turns
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
 from disk_serving import Hanging, assert_quiet, of_slab, on_the_disk_only, simulated, with_disk
-from hanging import goes_on_after, serving_until
+from hanging_calls import goes_on_after, serving_until
 
 from aoffload._transfer.rates import FRESH_S
 
@@ -54,7 +54,7 @@ async def test_what_hangs_keeps_the_next_request_no_time() -> None:
                 assert engine.runtime.statistics().num_fetches_declined == 1
                 leap(10.05)
         finally:
-            hanging.let_go()
+            hanging.resume()
         await assert_quiet(engine.runtime)
 
 
@@ -70,7 +70,7 @@ async def test_a_slow_disk_is_not_fetched_from() -> None:
             await hanging.wait_for()
             leap(100.0)
         finally:
-            hanging.let_go()
+            hanging.resume()
         assert await pending.wait() == 16
         num_calls = disk.num_calls
         async with runtime.request(B) as request:
@@ -122,7 +122,7 @@ async def test_the_speed_of_computing_is_measured_in_steps() -> None:
 
 
 async def test_a_request_that_fetches_keeps_its_place_in_line() -> None:
-    """Whoever came later waits behind it, also if it asked for room while the first one fetched."""
+    """A later request waits after it, also if it asked for room while the first one fetched."""
     disk = simulated()
     async with with_disk(disk, num_blocks=8, **LONG) as engine:
         runtime = engine.runtime
@@ -148,11 +148,11 @@ async def test_a_request_that_fetches_keeps_its_place_in_line() -> None:
                     group.start_soon(serve, "second", prompt(4, 17))
                     while not runtime.ledger.admission.queue.allocating:
                         await turns(1)
-                    hanging.let_go()
+                    hanging.resume()
                     while len(runtime.ledger.admission.queue.allocating) < 2:
                         await turns(1)
                     assert not order
         finally:
-            hanging.let_go()
+            hanging.resume()
         assert order == ["first", "second"]
         await assert_quiet(runtime)

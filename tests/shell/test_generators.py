@@ -273,7 +273,7 @@ async def leave(request: Request) -> None:
 
 
 async def test_cancelled_before_it_is_entered() -> None:
-    """Whoever enters it finds that out at the first use, and the block is skipped from there."""
+    """A caller that enters it finds that out at the first use, and the block is skipped from there."""
 
     async def streams(request: Request) -> AsyncIterator[int]:
         async with request:

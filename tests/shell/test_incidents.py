@@ -80,7 +80,7 @@ async def test_i1_a_hit_stays_until_it_is_loaded() -> None:
 
 
 async def test_i1_giving_up_before_loading_releases() -> None:
-    """Every path that never reaches the load lets go of the hit: leaving, failing, being cancelled."""
+    """Every path that never reaches the load releases the hit: leaving, failing, being cancelled."""
     async with with_bytes(8, num_host_blocks=4, block_size=16) as engine:
         await a_stored_on_the_host_only(engine)
         async with engine.runtime.request(A_AND_MORE) as b:
@@ -184,7 +184,8 @@ async def test_i2_abort_between_match_and_allocation_leaks_nothing() -> None:
 
 
 async def test_i2_cancelled_at_every_checkpoint_while_waiting_for_room() -> None:
-    """A request whose prefix is on the device waits for room: cancelled wherever it is, its prefix is not pinned."""
+    """A request whose prefix is on the device waits for free blocks: cancelled wherever it is, its prefix is not
+    pinned."""
 
     async def scenario(k: int) -> bool:
         async with with_bytes(6, num_host_blocks=0, block_size=16) as engine:

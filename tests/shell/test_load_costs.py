@@ -1,4 +1,4 @@
-"""Load or compute: what requests of a runtime load, what they are told, and what the estimates go by."""
+"""Load or compute: the loads of a runtime's requests, the reported decisions, and the estimates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 
 @attrs.define(eq=False)
-class Says:
+class FixedChoice:
     """A choice that loads so many units, and keeps what it was offered."""
 
     num_units: Any
@@ -78,8 +78,8 @@ async def test_what_was_declined_is_explained() -> None:
             assert await request.load() == 0
             (status,) = engine.runtime.reports.requests()
             assert status.declined is not None and status.declined.num_tokens == 16
-            said = "; computes 16 tokens that the host has: first token in 0.17 s, with the load in 4.0"
-            assert said in engine.runtime.explain()
+            expected = "; computes 16 tokens that the host has: first token in 0.17 s, with the load in 4.0"
+            assert expected in engine.runtime.explain()
             await request.preempt()
             leap(1000.0)  # what was measured is old
             await request.resume()
@@ -133,7 +133,7 @@ async def test_a_slow_link_is_tried_again() -> None:
 
 async def test_a_deadline_is_weighed() -> None:
     """An offer has what is left of it, and None without one."""
-    choice = Says(4)
+    choice = FixedChoice(4)
     async with scripted(load_choice=choice) as (engine, _):
         await on_the_host_only(engine, A, B)
         async with engine.runtime.request(A, deadline_s=50.0) as request:
@@ -147,7 +147,7 @@ async def test_a_deadline_is_weighed() -> None:
 @pytest.mark.parametrize("num_units", [0, 1, 3, 4])
 async def test_a_choice_of_ones_own(num_units: int) -> None:
     """As many units are loaded as it says, and the rest is computed; a limit of the program's own stays one."""
-    choice = Says(num_units)
+    choice = FixedChoice(num_units)
     async with scripted(load_choice=choice, prefill_tokens_per_s=FAST) as (engine, _):
         await on_the_host_only(engine, A)
         assert await engine.serve(A) == 4 * num_units
@@ -157,10 +157,10 @@ async def test_a_choice_of_ones_own(num_units: int) -> None:
         await assert_at_rest(engine.runtime)
 
 
-@pytest.mark.parametrize("said", [-1, 5, 1.5, None, "2"])
-async def test_a_choice_that_says_nonsense_is_refused(said: Any) -> None:
+@pytest.mark.parametrize("stop", [-1, 5, 1.5, None, "2"])
+async def test_a_choice_that_says_nonsense_is_refused(stop: Any) -> None:
     """By name, before anything has changed: the request can still load, or leave."""
-    choice = Says(said)
+    choice = FixedChoice(stop)
     async with scripted(load_choice=choice) as (engine, _):
         await on_the_host_only(engine, A)
         async with engine.runtime.request(A) as request:
@@ -176,7 +176,7 @@ async def test_a_choice_that_says_nonsense_is_refused(said: Any) -> None:
 
 async def test_an_engine_is_told_what_it_is_to_load() -> None:
     """With blocks of its own: its match has no more than that, and the load brings just that."""
-    choice = Says(4)
+    choice = FixedChoice(4)
     async with own_engine(load_choice=choice) as engine:
         await engine.stored(A)
         choice.num_units = 2
@@ -188,7 +188,7 @@ async def test_an_engine_is_told_what_it_is_to_load() -> None:
 
 async def test_what_is_queued_is_counted() -> None:
     """What requests have to compute, from their load to their commit or their end; a report takes its place."""
-    choice = Says(4)
+    choice = FixedChoice(4)
     async with scripted(32, num_host_blocks=64, load_choice=choice) as (engine, _):
         runtime, seen = engine.runtime, list[int]()
         await on_the_host_only(engine, *(prompt(number, 17) for number in range(11, 16)))
@@ -218,7 +218,7 @@ async def test_what_is_queued_is_counted() -> None:
 
 async def test_a_speed_that_is_reported() -> None:
     """Counts like one that steps have shown; a configured one goes before it."""
-    choice = Says(4)
+    choice = FixedChoice(4)
     async with scripted(load_choice=choice) as (engine, _):
         await on_the_host_only(engine, A)
         engine.runtime.report_compute(200_000, 2000.0)

@@ -1,4 +1,4 @@
-"""Long prompts: what takes long is split or moved, and the loop has its turns in between."""
+"""Long prompts: long work is split or moved to a thread, so that the event loop keeps running."""
 
 from __future__ import annotations
 

@@ -34,10 +34,10 @@ class Raises:
     """Raises at every event."""
 
     def __init__(self, error: type[BaseException]) -> None:
-        self.error, self.num_told = error, 0
+        self.error, self.num_notified = error, 0
 
     def observe(self, event: Event) -> None:
-        self.num_told += 1
+        self.num_notified += 1
         raise self.error(event)
 
 
@@ -51,7 +51,7 @@ class Counts:
 @pytest.mark.parametrize("error", RAISED)
 async def test_nothing_of_an_observers_goes_through(error: type[BaseException]) -> None:
     """Not what it raises in the task of a request, nor in the worker, nor in the thread of a copy. Every copy is
-    settled, a flush ends, the observers behind it are told all the same, and all is counted."""
+    settled, a flush ends, the observers after it are told all the same, and all is counted."""
     raises, counts = Raises(error), Counts()
     async with with_bytes(8, num_host_blocks=16) as other:
         made, blocks = other.runtime.config, other.blocks
@@ -66,7 +66,7 @@ async def test_nothing_of_an_observers_goes_through(error: type[BaseException]) 
         with anyio.fail_after(GUARD_S):
             await runtime.reset()
         assert counts.num_completed > 1
-        assert runtime.observers.num_failures == raises.num_told > 20
+        assert runtime.observers.num_failures == raises.num_notified > 20
         assert runtime.statistics().off_reason == ""
         await assert_at_rest(runtime)
 
@@ -76,14 +76,14 @@ async def test_nothing_of_a_loggers_goes_through(error: type[BaseException]) -> 
     """The same for a processor of the log."""
 
     class Logger:
-        num_told = 0
+        num_notified = 0
 
         def bind(self, **fields: object) -> Logger:
             return self
 
         def __getattr__(self, name: str) -> Any:
             def log(event: str, **fields: object) -> None:
-                type(self).num_told += 1
+                type(self).num_notified += 1
                 raise error(event)
 
             return log
@@ -94,5 +94,5 @@ async def test_nothing_of_a_loggers_goes_through(error: type[BaseException]) -> 
         with anyio.fail_after(GUARD_S):
             await engine.runtime.flush()
         assert await engine.serve([*A, 1]) == 16
-        assert Logger.num_told > 20
+        assert Logger.num_notified > 20
         await assert_at_rest(engine.runtime)

@@ -1,4 +1,5 @@
-"""Opening a runtime whose transport takes long: the loop goes on, and whoever gives up leaves nothing open."""
+"""Opening a runtime with a slow transport: the event loop goes on, and an opening that is given up leaves nothing
+open."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ from serving import (
     Checkpoints,
     Engine,
     TagBlocks,
+    TensorBlocks,
     at_every_checkpoint,
     config,
     prompt,
     turns,
 )
 
-from aoffload import ConfigError, OffloadRuntime
+from aoffload import ConfigError, OffloadRuntime, RuntimeClosed
 from aoffload._transfer.transport import PinProgress
 from aoffload.transport import Env
 
@@ -116,12 +118,12 @@ async def test_what_is_fast_to_open_is_opened_in_place() -> None:
 
 async def test_every_piece_that_is_pinned_is_in_the_log() -> None:
     """Heard in the thread that opens, told in the loop, while it opens, in the context of the program."""
-    told = threading.Event()
+    is_logged = threading.Event()
     events: list[Any] = []
 
     def keep(_: Any, __: str, event: Any) -> Any:
         events.append((threading.get_ident(), event))
-        told.set()
+        is_logged.set()
         raise structlog.DropEvent
 
     logger = structlog.wrap_logger(None, processors=[structlog.contextvars.merge_contextvars, keep])
@@ -134,7 +136,7 @@ async def test_every_piece_that_is_pinned_is_in_the_log() -> None:
 
     async with anyio.create_task_group() as group:
         group.start_soon(live)
-        await until(told)
+        await until(is_logged)
         assert [event["event"] for _, event in events] == ["host_memory_page_locked"]
         transport.may_open.set()
     pinned = [event for _, event in events if event["event"] == "host_memory_page_locked"]
@@ -299,3 +301,14 @@ async def test_a_task_that_gives_up_before_its_thread_has_begun() -> None:
     await asyncio.wait([task])
     env.functions[0]()
     assert transport.threads == []
+
+
+async def test_a_call_before_or_after_its_block_is_refused() -> None:
+    """The error says whether the runtime is not open yet or already closed."""
+    runtime = OffloadRuntime(config(4), TensorBlocks(5).tensors)
+    with pytest.raises(RuntimeClosed, match="is not open: use it inside"):
+        runtime.lookup([1, 2, 3])
+    async with runtime:
+        runtime.lookup([1, 2, 3])
+    with pytest.raises(RuntimeClosed, match="is closed: its `async with` block is over"):
+        runtime.lookup([1, 2, 3])

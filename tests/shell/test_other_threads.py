@@ -186,7 +186,7 @@ async def test_every_public_call_of_an_engine_is_refused_there_or_right() -> Non
             with runtime.pins.hold(A, 60) as pin:
                 handles = [handle(runtime._session, runtime) for handle in HANDLES.values()]
                 await check_all(runtime, [runtime, request, pending, pin, *handles])
-        engine.pool.let_go(table)
+        engine.pool.release(table)
         await engine.assert_at_rest()
 
 

@@ -1,4 +1,4 @@
-"""Loads that nobody waits for at once: a fence for each region, steps that begin early, and how they end."""
+"""Loads that are awaited later: a fence for each region, steps that overlap them, and their ends."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def watching(num_blocks: int = 16, **options: Any) -> AsyncIterator[tuple[
 
 
 def compute(engine: Engine, table: list[int], start: int, tokens: list[int]) -> None:
-    """The forward of an early step: reads what is expected, writes what lies behind."""
+    """The forward of an early step: reads what is expected, writes what follows."""
     size = engine.block_size
     for index in range(len(tokens) // size):
         right = tag(tokens[: (index + 1) * size])

@@ -70,7 +70,7 @@ async def on_the_device_only(engine: Engine, transport: Any, token_ids: list[int
 
 @with_threads
 async def test_a_pinned_prefix_outlives_a_storm() -> None:
-    """Inside of the block a prompt keeps hitting, with its own bytes; behind it, it is evictable at once."""
+    """Inside of the block a prompt keeps hitting, with its own bytes; after it, it is evictable at once."""
     async with with_bytes(12, num_host_blocks=12) as engine:
         runtime = engine.runtime
         await engine.serve(A, salt="tenant")
@@ -180,7 +180,7 @@ async def test_a_pin_cancelled_at_every_checkpoint() -> None:
 
 
 async def test_a_pin_is_entered_once() -> None:
-    """Again is refused, inside and behind; nothing more is pinned."""
+    """Again is refused, inside and after; nothing more is pinned."""
     async with scripted() as (engine, _):
         await engine.serve(A)
         await engine.runtime.flush()
@@ -249,7 +249,7 @@ async def test_a_request_is_never_starved_by_pins() -> None:
 
 
 async def test_a_pin_left_elsewhere_or_never() -> None:
-    """A pin that is abandoned warns, and the worker lets go of it."""
+    """A pin that is abandoned warns, and the worker releases it."""
     async with scripted() as (engine, _):
         await engine.serve(A)
         await engine.runtime.flush()
@@ -302,7 +302,7 @@ async def test_a_prefetch_ahead_of_a_request() -> None:
 
 
 async def test_two_prefetches_and_a_request_share_a_load() -> None:
-    """Whoever wants the same blocks waits for the same job; one may leave."""
+    """A request for the same blocks waits for the same job; one may leave."""
     async with scripted(max_prefetch_share=1.0) as (engine, transport):
         await on_the_host_only(engine, A)
         transport.auto = False
@@ -438,7 +438,7 @@ async def test_a_demotion_stores_first() -> None:
 
 @with_threads
 async def test_a_demotion_with_readers() -> None:
-    """A live request keeps its blocks, and its bytes; behind its block they may go."""
+    """A live request keeps its blocks, and its bytes; after its block they may go."""
     async with with_bytes(16) as engine:
         runtime = engine.runtime
         await engine.serve(A)
@@ -534,7 +534,7 @@ async def test_a_reset_with_all_three_in_flight() -> None:
 
 @pytest.mark.parametrize("lands", [True, False])
 async def test_a_close_with_all_three_in_flight(lands: bool) -> None:
-    """Whoever waits hears that the runtime is closed; nothing stays pinned, and leaving a pin's block is legal."""
+    """A waiting call hears that the runtime is closed; nothing stays pinned, and leaving a pin's block is legal."""
     heard: list[str] = []
 
     async def hears(wait: Callable[[], Awaitable[Any]]) -> None:

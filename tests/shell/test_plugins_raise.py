@@ -1,4 +1,4 @@
-"""Objects of the program that raise: store policies and load choices. The request ends, and nobody else is harmed."""
+"""Store policies and load choices that raise: the request ends, and other requests go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preempting for somebody: what a victim gives up goes to who is in line for it, not back to the victim."""
+"""Preemption: the blocks of a victim go to the waiting request, not back to the victim."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("lands", ["at once", "later"])
 async def test_who_extends_is_served_before_the_victim(lands: str) -> None:
-    """As docs/howto/preempting.md says it: a victim that resumes as soon as it may waits behind who extends, also while
+    """As docs/howto/preempting.md says it: a victim that resumes as soon as it may waits after who extends, also while
     its stores still read the blocks; when that one is done, the victim goes on with what it had computed."""
     async with scripted(8, auto=lands == "at once", num_host_blocks=32) as (engine, transport):
         order: list[str] = []
@@ -70,9 +70,9 @@ async def land_all(transport: Any) -> None:
 
 
 async def test_preempting_what_has_nothing_to_give_is_no_error() -> None:
-    """A task that preempts a request of another one cannot see what becomes of it. `preempt` answers that nothing
-    is freed: when the request has no blocks yet, waits for room, was preempted by a third task, or is over in either
-    way. Only a request that was never entered is a mistake."""
+    """A task that preempts a request of another one cannot see what becomes of it. `preempt` answers that nothing is
+    freed: when the request has no blocks yet, waits for free blocks, was preempted by a third task, or is over in
+    either way. Only a request that was never entered is a mistake."""
     nothing = Preemption(0, 0, ())
     async with scripted(8, num_host_blocks=32) as (engine, _):
         runtime = engine.runtime
@@ -120,7 +120,8 @@ async def test_a_request_that_waits_for_more_blocks_keeps_those_that_it_has() ->
 
 
 async def test_a_victim_that_ends_during_its_last_step_frees_nothing_more() -> None:
-    """`preempt` that waits for a step returns when the step is over and the request, too; whoever waited goes on."""
+    """`preempt` that waits for a step returns when the step is over and the request, too; the waiting request goes
+    on."""
     async with scripted(8, num_host_blocks=32) as (engine, _):
         found: list[Preemption] = []
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import anyio
 import attrs
-import held_ranks
 import pytest
+import stalled_ranks
 import structlog
 import torch
 from clocks import JUMPING, leap, leaping_backend
@@ -80,7 +80,7 @@ async def two_ranks(**options: Any) -> AsyncIterator[Served]:
     tensors = [[torch.zeros(NUM_BLOCKS + 1, 4, dtype=torch.int64).share_memory_() for _ in "kv"] for _ in "01"]
     gate, theirs = Pipe()
     with gate, theirs:
-        transport = RankTransport.spawn(partial(held_ranks.build, tensors, theirs), len(tensors), timeout_s=START_S)
+        transport = RankTransport.spawn(partial(stalled_ranks.build, tensors, theirs), len(tensors), timeout_s=START_S)
         try:
             async with OffloadRuntime(config(**options), transport=transport) as runtime:
                 yield Served(Engine(runtime, RankBlocks(tensors)), transport.ranks, gate)  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ async def test_a_rank_killed_in_the_middle_of_a_load_harms_nobody() -> None:
                 await served.wait_half_way()
                 cold = [token_ids[0] for token_ids in COLD]
                 assert sorted(served.num_ready) == cold, "who loads nothing does not wait for who does"
-                os.kill(served.ranks[held_ranks.HELD_RANK].pid, signal.SIGKILL)
+                os.kill(served.ranks[stalled_ranks.HELD_RANK].pid, signal.SIGKILL)
                 runtime.cancel(f"r{WARM[3][0]}")
             assert served.num_ready == dict.fromkeys([token_ids[0] for token_ids in WARM[:3] + COLD], 0)
             await assert_at_rest(runtime)
@@ -141,7 +141,7 @@ async def test_a_hung_rank_is_given_up_and_its_death_ends_the_quarantine() -> No
             await runtime.flush()
             assert runtime.statistics().device.num_quarantined == 2
             runtime.check_integrity()
-            os.kill(served.ranks[held_ranks.HELD_RANK].pid, signal.SIGKILL)
+            os.kill(served.ranks[stalled_ranks.HELD_RANK].pid, signal.SIGKILL)
             with anyio.fail_after(GUARD_S):
                 while runtime.statistics().device.num_quarantined:
                     await runtime.worker.wait_settled()

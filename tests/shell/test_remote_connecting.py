@@ -89,7 +89,7 @@ async def test_a_store_that_hangs_keeps_a_runtime_from_opening_for_a_bounded_tim
             is_open.set()
             assert await engine.serve(A) == 0
             assert engine.runtime.transport.remote.refuses(Direction.LOAD)  # type: ignore[attr-defined]
-            hanging.let_go()
+            hanging.resume()
 
     env = Later()
     try:
@@ -104,7 +104,7 @@ async def test_a_store_that_hangs_keeps_a_runtime_from_opening_for_a_bounded_tim
                 leap(11.0)
                 await is_open.wait()
     finally:
-        hanging.let_go()
+        hanging.resume()
 
 
 async def test_a_runtime_whose_opening_is_cancelled_while_it_connects_leaves_nothing() -> None:
@@ -121,7 +121,7 @@ async def test_a_runtime_whose_opening_is_cancelled_while_it_connects_leaves_not
             group.start_soon(serve)
             await hanging.wait_for(2)
             group.cancel_scope.cancel()
-            hanging.let_go()
+            hanging.resume()
     finally:
-        hanging.let_go()
+        hanging.resume()
     assert store.is_closed

@@ -38,7 +38,7 @@ def in_a_process(url: str, secret: str, num_times: int = 1, seeds: str = "1 2 3"
 
 @pytest.mark.slow
 def test_a_process_hits_what_another_one_has_computed(server: RedisServer) -> None:
-    """All of it, with the right bytes; who has another secret hits nothing, and stores beside it."""
+    """All of it, with the right bytes; a process with another secret hits nothing, and stores beside it."""
     first = in_a_process(server.url, SECRET, num_times=2)
     assert first["stored"] == 3 * 4
     second = in_a_process(server.url, SECRET)

@@ -1,4 +1,4 @@
-"""A runtime with a remote tier: what one process computed the next one hits, with the right bytes or as a miss."""
+"""A runtime with a remote tier: a process hits the KV of another one, with the right bytes or as a miss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serving import GUARD_S, config, prompt, turns
 pytest.importorskip("xxhash", reason="the extra `remote` is not installed")
 pytest.importorskip("cryptography", reason="the extra `remote` is not installed")
 
-from hanging import goes_on_after, serving_until
+from hanging_calls import goes_on_after, serving_until
 from remote_serving import (
     CELL_TOKENS,
     SECRET,
@@ -195,7 +195,7 @@ async def test_requests_of_one_prompt_share_a_fetch() -> None:
 
 
 async def test_behind_a_disk(tmp_path: Any) -> None:
-    """What the disk has is read there, and what is behind it comes from the store."""
+    """What the disk has is read there, and the part after it comes from the store."""
     store = SimulatedStore()
     long = prompt(7, 33)
     async with with_remote(store, 16) as engine:
@@ -302,10 +302,10 @@ async def test_who_is_cancelled_while_it_asks_leaves_nothing(num_waits: int) -> 
                 if num_waits:
                     await hanging.wait_for()
                 if num_waits == 2:
-                    hanging.let_go()
+                    hanging.resume()
                 group.cancel_scope.cancel()
         finally:
-            hanging.let_go()
+            hanging.resume()
         await assert_quiet(engine.runtime)
         assert not engine.runtime.ledger.reports.asking
         assert await engine.serve(A) > 0
@@ -343,7 +343,7 @@ async def test_a_load_that_hangs_is_waited_for_as_long_as_computing_takes() -> N
                 for seed in range(20, 30):
                     await engine.serve(prompt(seed, 17))
         finally:
-            hanging.let_go()
+            hanging.resume()
         await assert_quiet(engine.runtime)
 
 
@@ -355,7 +355,7 @@ async def test_a_store_that_hangs_keeps_nobody() -> None:
         with anyio.fail_after(GUARD_S + 100):
             tier = {"ask_timeout_s": 0.05, "load_timeout_s": 0.05, "store_timeout_s": 2.5}
             async with with_remote(store, num_host_blocks=8, tier=tier, close_timeout_s=0.01) as engine:
-                hanging.let_go()
+                hanging.resume()
                 for _ in range(2):
                     await engine.serve(A)
                 hanging = HangingStore(store, "put", "exist")
@@ -368,7 +368,7 @@ async def test_a_store_that_hangs_keeps_nobody() -> None:
                     await engine.serve(prompt(seed, 17))
                 engine.runtime.check_integrity()
     finally:
-        hanging.let_go()
+        hanging.resume()
 
 
 @pytest.mark.parametrize("seed", range(5))

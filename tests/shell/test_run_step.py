@@ -118,8 +118,8 @@ async def test_it_takes_only_requests_that_have_blocks(anyio_backend: Any) -> No
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", BACKENDS)
 async def test_nobody_preempts_between_the_step_and_its_commit(anyio_backend: Any) -> None:
-    """Whoever waits to preempt gets the request once its task has gone on: what the forward computed is committed, and
-    right when it is read again."""
+    """A task that waits to preempt gets the request once its task has gone on: what the forward computed is committed,
+    and right when it is read again."""
     async with OffloadRuntime(config(), kv_cache()) as runtime, anyio.create_task_group() as group:
         async with runtime.request(prompt(1, 8)) as request:
             await request.allocate()

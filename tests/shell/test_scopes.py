@@ -1,4 +1,4 @@
-"""Scopes: what a request, a step and `run` hold, for how long, and what the log says of it."""
+"""Scopes: the blocks that a request, a step and `run` hold, for how long, and their log events."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_an_abandoned_generator_leaks_nothing() -> None:
 
 
 async def test_an_abandoned_request_leaks_nothing() -> None:
-    """A request that was entered and never left warns when it is collected, and the worker lets go of its pins."""
+    """A request that was entered and never left warns when it is collected, and the worker releases its pins."""
     async with scripted() as (engine, _):
 
         async def abandons() -> None:
@@ -135,7 +135,7 @@ async def test_an_abandoned_request_where_warnings_are_errors(monkeypatch: pytes
 
 
 async def test_an_abandoned_request_that_another_thread_collects() -> None:
-    """The collector runs wherever memory is short: a request found by another thread is let go of in the loop's."""
+    """The collector runs wherever memory is short: a request found by another thread is released in the loop's."""
     async with scripted() as (engine, _):
         holder: list[Any] = []
 
@@ -368,7 +368,7 @@ async def test_steps_may_overlap() -> None:
 
 
 async def test_one_fence_for_a_step() -> None:
-    """`commit_step` records one fence behind the forward, and every store of the step waits for that one."""
+    """`commit_step` records one fence after the forward, and every store of the step waits for that one."""
     async with scripted(auto=False) as (engine, transport):
         transport.fence = ScriptedFence()
         recorded: list[Any] = []

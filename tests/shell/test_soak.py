@@ -1,4 +1,4 @@
-"""The soak: real threads, real bytes, requests cut short anywhere. It passes, and it notices what it is there for."""
+"""The soak: real threads, real bytes, cancelled requests. It passes, and it detects planted defects."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_release_that_is_skipped_fails_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_one_corrupted_byte_fails_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single bit of a single block of a load is wrong: whoever is told that the block is ready says so."""
+    """A single bit of a single block of a load is wrong: the request that reads the block reports it."""
     copy, spared = CpuBackend.copy, iter(range(20))
 
     def careless(self: CpuBackend, plan: TransferPlan) -> Any:
@@ -129,7 +129,7 @@ def made_up(rss_bytes: list[int], num_fds: list[int]) -> SoakResult:
 
 
 def test_memory_is_judged_by_its_slope() -> None:
-    """What the first quarter takes is warm-up; 200 bytes a request behind it are a leak, and its slope is right."""
+    """What the first quarter takes is warm-up; 200 bytes a request after it are a leak, and its slope is right."""
     warm = [100 * MB, 150 * MB] + [200 * MB] * 7
     assert made_up(warm, [9] * 9).has_passed
     leaking = [100 * MB + 2 * MB * i // 8 for i in range(9)]

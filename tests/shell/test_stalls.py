@@ -1,4 +1,4 @@
-"""Copies that never end: who waits how long for them, what is lost, and how it comes back. In virtual time."""
+"""Copies that never end: waits, time-outs, quarantine, and recovery. In virtual time."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ async def test_sharers_of_a_hanging_load() -> None:
 
 
 async def test_giving_up_a_load_without_room_queues_again() -> None:
-    """No room for blocks of its own: the request lets go of everything, waits at its old place, and is served later."""
+    """No room for blocks of its own: the request releases everything, waits at its old place, and is served later."""
     async with scripted(6, **TIMES) as (engine, transport):
         await on_the_host_only(engine, A)
         transport.auto = False

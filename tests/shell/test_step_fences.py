@@ -104,7 +104,7 @@ class BrokenFence(ScriptedFence):
 
 
 async def test_a_broken_fence_is_replaced_by_the_next_one(anyio_backend: Any) -> None:
-    """A fence that always raises does not make loads fail for ever, and no list of steps grows behind it."""
+    """A fence that always raises does not make loads fail for ever, and no list of steps grows after it."""
     fences = StepFences()
     fences.ended(1, BrokenFence())
     assert fences.before_load(1) is None

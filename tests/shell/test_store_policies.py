@@ -1,4 +1,4 @@
-"""Store policies in the runtime: their copies are launched, in the background, behind the right fence."""
+"""Store policies in the runtime: copies are launched in the background, after the right fence."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_a_lazy_store_outlives_the_request_that_made_room_scarce() -> None
 
 
 async def test_nothing_is_stored_because_the_runtime_closes() -> None:
-    """What live requests let go of at the end is about to be lost, and of no use to anybody."""
+    """What live requests release at the end is about to be lost, and of no use to anybody."""
     computed, closed = anyio.Event(), anyio.Event()
 
     async def hold(engine: Engine) -> None:

@@ -115,7 +115,7 @@ async def test_room_that_is_asked_for_before_the_load_and_not_had(waits: bool) -
 
 
 async def test_nobody_finds_what_was_computed_on_a_failed_forward() -> None:
-    """A model of windows alone: who has read what is taken back is gone by then, and what it has cached is a miss."""
+    """A model of windows alone: who has read invalidated KV is gone by then, and what it has cached is a miss."""
     async with served(40, WINDOW) as server:
         async with server.runtime.request(A) as author:
             await author.allocate()
@@ -137,8 +137,8 @@ async def test_nobody_finds_what_was_computed_on_a_failed_forward() -> None:
 
 
 async def test_the_device_is_reset_between_a_grant_and_the_turn_of_its_task() -> None:
-    """A load is lost, its request waits for room to compute and gets it when another leaves; in the same turn the
-    device is reset. Its table is whole, and nothing in it is called ready that nobody has written."""
+    """A load is lost, its request waits for free blocks to compute and gets them when another leaves; in the same turn
+    the device is reset. Its table is whole, and nothing in it is called ready that nobody has written."""
     tokens = A[:7]
     async with served(20, FULL) as server:
         await server.serve(tokens)

@@ -58,7 +58,7 @@ def directions(transport: ScriptedTransport) -> list[str]:
     return [launched.plan.direction.value for launched in transport.launched]
 
 
-async def land_everything(engine: Engine, transport: ScriptedTransport) -> None:
+async def land_all_jobs(engine: Engine, transport: ScriptedTransport) -> None:
     transport.auto = True
     while transport.in_flight.keys() - transport.lost:
         transport.land_all()
@@ -85,13 +85,13 @@ async def test_loads_go_before_stores() -> None:
         transport.land_all()
         await turns()
         assert directions(transport) == ["store", "load", "load", "store"]
-        await land_everything(engine, transport)
+        await land_all_jobs(engine, transport)
         await assert_at_rest(engine.runtime)
 
 
 async def test_a_hop_that_hangs_stops_only_its_own_copies() -> None:
-    """Stores that never end are given up, and none is launched behind them; loads go on, and so do stores once the
-    hung ones have reported."""
+    """Stores that never end are given up, and none is launched after them; loads go on, and so do stores once the hung
+    ones have reported."""
     async with scripted(store_timeout_s=0.05, transfer_timeout_s=1000, load_timeout_s=900) as (engine, transport):
         await on_the_host_only(engine, A)
         transport.auto = False
@@ -216,7 +216,7 @@ async def test_a_load_that_fails_is_a_miss(num_landed: int) -> None:
             assert request.block_ids[0] == table
             engine.check(request, LONG, 20)
             engine.runtime.check_integrity()
-        await land_everything(engine, transport)
+        await land_all_jobs(engine, transport)
         assert await engine.serve(LONG) == 20  # the host's copy was never wrong
         await assert_at_rest(engine.runtime)
 
@@ -262,7 +262,7 @@ async def test_corrupt_blocks_are_forgotten() -> None:
             transport.corrupt(job_id, 2)
             assert await pending.wait() == 8
             engine.check(request, LONG, 8)
-        await land_everything(engine, transport)
+        await land_all_jobs(engine, transport)
         assert engine.runtime.lookup(LONG).num_tokens == 8
         assert engine.runtime.lookup(A).num_host_tokens == 8
         assert await engine.serve(LONG) == 8
@@ -292,7 +292,7 @@ async def test_completions_that_come_twice_and_late() -> None:
         engine.runtime.worker.copies.deliver(Completion(987_654, Outcome.LANDED, 3))
         await turns()
         assert engine.runtime.statistics().num_late_completions == 5
-        await land_everything(engine, transport)
+        await land_all_jobs(engine, transport)
         assert await engine.serve(A) == 8
         assert await engine.serve(B) == 8
         await assert_at_rest(engine.runtime)
@@ -456,7 +456,7 @@ async def ledger_fails(engine: Engine, transport: ScriptedTransport) -> None:
 
 async def test_a_bug_where_completions_arrive_turns_the_cache_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Completions are settled in a callback of the loop, which trio does not survive raising: whatever goes wrong there
-    is logged, who waits computes, and the engine goes on."""
+    is logged, waiting requests compute, and the engine goes on."""
     errors: list[BaseException] = []
     with anyio.fail_after(GUARD_S):
         async with scripted() as (engine, transport):
@@ -650,7 +650,7 @@ async def test_reset_with_transfers_in_flight() -> None:
 
 
 async def test_room_is_granted_first_come_first_served() -> None:
-    """Those who wait for room get it in the order they came, small ones behind large ones included."""
+    """Those who wait for free blocks get them in the order they came, small ones after large ones included."""
     async with scripted(6) as (engine, _):
         got: list[int] = []
 
@@ -800,7 +800,7 @@ async def test_closing_with_a_copy_that_hangs(hanging: list[BrokenCopies]) -> No
 
 
 async def test_closing_with_live_requests() -> None:
-    """Whoever waits is woken with `RuntimeClosed`, who computes hears of it at the next call; no pin is left."""
+    """A waiting request is woken with `RuntimeClosed`, and a computing one gets it at the next call; no pin is left."""
     ends: dict[str, str] = {}
     transport = ScriptedTransport(7, auto=True)
     runtime = OffloadRuntime(config(8, close_timeout_s=0.1), transport=transport)

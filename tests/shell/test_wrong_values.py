@@ -396,7 +396,7 @@ def test_requests_of_others() -> None:
             assert cache.digest() == before
 
 
-class Kept:
+class NoPool:
     """Blocks of an engine that keeps no account of them."""
 
     def hold(self, block_ids: object) -> None: ...
@@ -407,7 +407,7 @@ class EngineCache:
     """A ledger over blocks that an engine keeps."""
 
     def __init__(self) -> None:
-        self.ledger = HostCache(config(), 1000, engine_blocks=Kept(), clock=lambda: 0.0)
+        self.ledger = HostCache(config(), 1000, engine_blocks=NoPool(), clock=lambda: 0.0)
         first = self.ledger.admit(prefix(1, 17))
         (plan,) = self.ledger.offer(first, 17, [range(1, 5)])
         self.ledger.launch(plan.job_id)
@@ -524,17 +524,19 @@ MADE: dict[str, Row] = {
     "Ledger num_device_blocks": Row(lambda _, v: Ledger(config(), v), "num_device_blocks"),
     "Ledger block_bytes": Row(lambda _, v: Ledger(config(), 17, block_bytes=v), "block_bytes", "1 huge 2**70"),
     "Ledger device_pool": Row(lambda _, v: Ledger(config(), 17, device_pool=v), "device_pool", "None"),
-    "HostCache": Row(lambda _, v: HostCache(v, 17, engine_blocks=Kept(), clock=lambda: 0.0), "config"),
+    "HostCache": Row(lambda _, v: HostCache(v, 17, engine_blocks=NoPool(), clock=lambda: 0.0), "config"),
     "HostCache num_device_blocks": Row(
-        lambda _, v: HostCache(config(), v, engine_blocks=Kept(), clock=lambda: 0.0), "num_device_blocks"
+        lambda _, v: HostCache(config(), v, engine_blocks=NoPool(), clock=lambda: 0.0), "num_device_blocks"
     ),
     "HostCache engine_blocks": Row(
         lambda _, v: HostCache(config(), 17, engine_blocks=v, clock=lambda: 0.0), "engine_blocks"
     ),
     "Ledger clock": Row(lambda _, v: Ledger(config(), 17, clock=v), "clock", f"None {CALLABLES}"),
-    "HostCache clock": Row(lambda _, v: HostCache(config(), 17, engine_blocks=Kept(), clock=v), "clock", CALLABLES),
+    "HostCache clock": Row(lambda _, v: HostCache(config(), 17, engine_blocks=NoPool(), clock=v), "clock", CALLABLES),
     "HostCache extensions": Row(
-        lambda _, v: HostCache(config(), 17, engine_blocks=Kept(), clock=lambda: 0.0, extensions=v), "extensions", EMPTY
+        lambda _, v: HostCache(config(), 17, engine_blocks=NoPool(), clock=lambda: 0.0, extensions=v),
+        "extensions",
+        EMPTY,
     ),
     "Ledger extensions": Row(lambda _, v: Ledger(config(), 17, extensions=v), "extensions", EMPTY),
     "Ledger observer": Row(lambda _, v: Ledger(config(), 17, observer=v), "observer", "None"),

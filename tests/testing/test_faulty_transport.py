@@ -1,4 +1,4 @@
-"""`FaultyTransport`: what it was told to do to the n-th job happens, and an engine on it computes what did not come."""
+"""`FaultyTransport` applies a fault to the n-th job, and an engine on it computes the missing tokens."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_a_copy_without_a_proof_writes_late_over_blocks_that_nobody_has() 
 
 
 async def test_a_copy_that_hangs_ends_when_it_is_released() -> None:
-    """Whoever waits for it goes on then, with the right bytes."""
+    """A request that waits for it goes on then, with the right bytes."""
     engine, found = Engine("hang"), list[int]()
 
     async def waits() -> None:

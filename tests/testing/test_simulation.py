@@ -1,4 +1,4 @@
-"""The machine itself: what it finds, that it finds it again, and that it finds nothing where nothing is."""
+"""The simulation: it finds failures, repeats them, and reports none in correct programs."""
 
 from __future__ import annotations
 

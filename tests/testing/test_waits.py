@@ -1,4 +1,4 @@
-"""The oracles of waiting, and threads that nobody waits for any more: what is wrong there is found."""
+"""The checks of waits and of threads: they detect waits that never end and threads that are left over."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_who_sleeps_on_what_is_over_is_found(backend: Any) -> None:
 
 @BACKENDS
 def test_a_load_that_is_waited_for_without_a_bound_is_found(backend: Any) -> None:
-    """A copy hangs; whoever waits for it longer than `load_timeout_s` has no bound."""
+    """A copy hangs; a request that waits for it longer than `load_timeout_s` has no bound."""
 
     def wait_for_ever(request: Any) -> None:
         object.__setattr__(request._session, "config", Unbounded(request._session.config))

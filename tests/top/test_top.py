@@ -1,4 +1,4 @@
-"""`aoffload top`: what a live process is doing, in plain text."""
+"""`aoffload top`: the activity of a running process, in plain text."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def test_a_process_that_goes_away_is_status_1(
     monkeypatch.setattr(command, "_fetch", fetch)
     monkeypatch.setattr(command.time, "sleep", lambda seconds: None)
     assert main(["http://127.0.0.1:1/metrics"]) == 1
-    said = capsys.readouterr()
-    assert "1 running" in said.out and said.err == "aoffload top: http://127.0.0.1:1/metrics: no answer\n"
+    captured = capsys.readouterr()
+    assert "1 running" in captured.out and captured.err == "aoffload top: http://127.0.0.1:1/metrics: no answer\n"
 
 
 @pytest.mark.anyio
@@ -157,5 +157,5 @@ async def test_a_process_that_serves(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9/metrics", "file:///etc/passwd", "127.0.0.1:8000", "http://["])
 def test_an_address_without_a_process_is_one_line_and_status_2(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([url, "--count", "1"]) == 2
-    said = capsys.readouterr()
-    assert not said.out and said.err.startswith("aoffload top: ") and said.err.count("\n") == 1
+    captured = capsys.readouterr()
+    assert not captured.out and captured.err.startswith("aoffload top: ") and captured.err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""What a page carries, read back without a browser."""
+"""Reads the data of a trace page without a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command as a person types it: what it prints, what it refuses, and how."""
+"""The command line of the trace tool: its output and its errors."""
 
 from __future__ import annotations
 

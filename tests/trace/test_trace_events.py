@@ -1,4 +1,4 @@
-"""Lines of every kind: what is ours is read, everything else is counted, nothing crashes."""
+"""Log lines of every kind: lines of aoffload are read, others are counted, and none raises."""
 
 from __future__ import annotations
 

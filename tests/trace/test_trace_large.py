@@ -1,4 +1,4 @@
-"""Logs of any length: bounded memory, whatever is asked of them."""
+"""Logs of any length need bounded memory, with every option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page as a file: complete, closed to the network, and carrying what the log says."""
+"""The page as a file: complete, without network access, and with the contents of the log."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The trace for the Perfetto viewer follows the Trace Event Format: what the viewer would refuse or draw wrongly is not
-in it."""
+"""The trace for the Perfetto viewer follows the Trace Event Format."""
 
 from __future__ import annotations
 

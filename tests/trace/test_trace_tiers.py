@@ -1,4 +1,4 @@
-"""What the trace makes of a log with tiers below host memory."""
+"""Traces of logs with tiers below host memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def log(path: Path, *lines: str) -> Path:
     return path
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+def output_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     assert main([str(word) for word in words]) == 0
     return capsys.readouterr().out
 
@@ -63,7 +63,7 @@ def test_copies_fill_the_tier_that_they_go_to(tmp_path: Path, capsys: pytest.Cap
         job(1008, "launched", 4, 2, "host>device"), job(1009, "completed", 4, 2, "host>device"),
         job(1010, "launched", 5, 9, "disk>host"), job(1011, "failed", 5, 9, "disk>host", error="EIO"),
     )  # fmt: skip
-    said(capsys, written, "html", page)
+    output_of(capsys, written, "html", page)
     found = usage(page)
     assert found["host_filled"] == [0, 5, 8, 0] and found["disk_filled"] == [12, 16, 0]
     assert max(found["disk_filled"]) == 16 and max(found["host_filling"]) == 9 and max(found["disk_filling"]) == 4
@@ -86,7 +86,7 @@ def test_the_summary_counts_each_hop_apart(tmp_path: Path, capsys: pytest.Captur
         line(1008, "fetch_declined", request_id="a", num_tokens=160, fetch_s=0.2),
         line(1009, "disk_turned_off", reason="EIO"),
     )  # fmt: skip
-    text = said(capsys, written)
+    text = output_of(capsys, written)
     assert "runtime 1 (8 device blocks, 10 in host memory, 40 on the disk)" in text
     rows = [row.split() for row in text.splitlines()]
     assert ["store", "to", "host", "1", "0", "0", "5"] in [row[:7] for row in rows]
@@ -99,7 +99,7 @@ def test_the_summary_counts_each_hop_apart(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_wait_for_a_fetch_is_told_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not as a wait for room: in the request's story, in the times by state, and on the page."""
+    """Not as a wait for free blocks: in the request's story, in the times by state, and on the page."""
     about = {"request_id": "fetch-1", "num_blocks": 4, "waiter": "a"}
     written = log(
         tmp_path / "log",
@@ -112,36 +112,38 @@ def test_a_wait_for_a_fetch_is_told_as_one(tmp_path: Path, capsys: pytest.Captur
         line(1004, "request_running", request_id="a", num_ready_tokens=32, num_lost_tokens=0),
         line(1005, "request_done", request_id="a", num_computed_tokens=40),
     )  # fmt: skip
-    text = said(capsys, written, "request", "a")
+    text = output_of(capsys, written, "request", "a")
     assert "0 on the device, 16 in host memory, 16 on the disk" in text
     assert "waits for fetch-1 of 4 blocks from below host memory" in text
     assert "fetching 2.00 s (50%)" in text and "pinned 1.00 s (25%)" in text
-    assert "job 1, load of 4 blocks from the disk: landed" in said(capsys, written, "request", "fetch-1")
-    assert "waits for what comes from below host memory" in said(capsys, written)
+    assert "job 1, load of 4 blocks from the disk: landed" in output_of(capsys, written, "request", "fetch-1")
+    assert "waits for what comes from below host memory" in output_of(capsys, written)
     page = tmp_path / "page.html"
-    said(capsys, written, "html", page)
+    output_of(capsys, written, "html", page)
     data = page_data(page)
     states = [data["words"][word] for word in columns(data["moves"])["state"]]
     assert states.count("fetching") == 1 and states.count("pinned") == 2
 
 
 def test_a_log_that_ends_in_a_fetch_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What hangs is the disk, not the line for room."""
+    """What hangs is the disk, not the wait queue."""
     written = log(
         tmp_path / "log",
         line(1001, "request_matched", request_id="a", **MATCH), line(1001, "request_pinned", request_id="a"),
         line(1001, "fetch_moving", request_id="fetch-1", num_blocks=4, waiter="a"),
     )  # fmt: skip
-    assert "fetching for 9.00 s, waits for what comes from below" in said(capsys, written, "summary", "--until", "1010")
-    told = said(capsys, written, "request", "a", "--until", "1010")
-    assert "It is not over at 00:16:50.000: fetching for 9.00 s" in told
+    assert "fetching for 9.00 s, waits for what comes from below" in output_of(
+        capsys, written, "summary", "--until", "1010"
+    )
+    output = output_of(capsys, written, "request", "a", "--until", "1010")
+    assert "It is not over at 00:16:50.000: fetching for 9.00 s" in output
 
 
 def test_logs_of_before_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Their jobs name no tiers: all of them are between the device and host memory."""
     about = {"job_id": 1, "direction": "store", "num_blocks": 4, "request_id": ""}
     written = log(tmp_path / "log", line(1001, "job_launched", **about), line(1002, "job_completed", **about, **ENDS))
-    assert "store to host" in said(capsys, written)
+    assert "store to host" in output_of(capsys, written)
 
 
 @pytest.mark.parametrize(
@@ -184,16 +186,16 @@ def test_what_is_left_alone_and_which_order_rules_is_told(tmp_path: Path, capsys
         line(1008, "hint_given", hint_id=1, category="tool", num_tokens=16),
         line(1009, "hint_ended", hint_id=1, category="tool", outcome="lapsed"),
     )  # fmt: skip
-    told = said(capsys, written)
+    output = output_of(capsys, written)
     for expected in (
         "1  storage_left_alone: loads of the remote store at a:1: no",
         "1  storage_back: loads of the remote store at a:1",
         "1 fetch skipped: remote failed", "host evicts by the last use: began 1 time", "1 hint given: 1 lapsed",
     ):  # fmt: skip
-        assert expected in told
-    assert "failed: a:1 is left alone" not in told
-    assert re.search(r"load from remote +0 +0 +1 ", told), "dropped"
-    said(capsys, written, "html", page)
+        assert expected in output
+    assert "failed: a:1 is left alone" not in output
+    assert re.search(r"load from remote +0 +0 +1 ", output), "dropped"
+    output_of(capsys, written, "html", page)
     data = page_data(page)
     assert [note["at_s"] for note in data["notes"]] == [1002, 1006, 1007]
     assert (
@@ -210,8 +212,8 @@ def test_a_node_that_its_error_names_is_named_once(tmp_path: Path, capsys: pytes
     """In the summary and on the page."""
     page, error = tmp_path / "page.html", "Error 111 connecting to a:1. Connection refused."
     written = log(tmp_path / "log", line(1002, "storage_left_alone", **{**LEFT, "error": error}))
-    assert f"storage_left_alone: loads of the remote store: {error}" in said(capsys, written)
-    said(capsys, written, "html", page)
+    assert f"storage_left_alone: loads of the remote store: {error}" in output_of(capsys, written)
+    output_of(capsys, written, "html", page)
     (note,) = page_data(page)["notes"]
     assert note["text"].count("a:1") == 1 and note["text"].startswith("loads of the remote store: failed 2 times")
 
@@ -225,6 +227,6 @@ def test_a_request_that_does_without_says_why(tmp_path: Path, capsys: pytest.Cap
         job(1003, "launched", 1, 5, "disk>host", request_id="a"),
         job(1004, "failed", 1, 5, "disk>host", request_id="a", outcome="refused", error="left alone"),
     )
-    told = said(capsys, written, "request", "a")
-    assert "does without what the disk may have: it fails, and is left alone" in told
-    assert "not begun, left alone" in told and "FAILED" not in told
+    output = output_of(capsys, written, "request", "a")
+    assert "does without what the disk may have: it fails, and is left alone" in output
+    assert "not begun, left alone" in output and "FAILED" not in output

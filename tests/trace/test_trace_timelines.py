@@ -142,7 +142,7 @@ def test_two_runtimes_side_by_side_are_told_apart_by_what_is_bound(read: Any) ->
 
 
 def test_lanes_are_as_few_as_timelines_at_once(read: Any) -> None:
-    """Whoever comes after another one takes its row."""
+    """A request that starts after the end of another one takes its row."""
     events: list[Said] = []
     for number in range(30):
         events.append((number, "request_matched", {"request_id": f"r{number}", **MATCH}))

@@ -60,7 +60,7 @@ def present(path: str, rank: int, num_ranks: int) -> torch.Tensor:
 
 
 class HeldBackend(CpuBackend):
-    """Copies block by block; a load of rank 1 stops behind its first block, says so, and waits for a word."""
+    """Copies block by block; a load of rank 1 stops after its first block, says so, and waits for a word."""
 
     gate: Connection
 

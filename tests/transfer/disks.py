@@ -96,7 +96,7 @@ class DiskCopies:
 
 
 class Hanging:
-    """Calls of a simulated disk that hang until they are let go."""
+    """Calls of a simulated disk that hang until they are released."""
 
     def __init__(self, disk: SimulatedDisk, hangs: Callable[[IOCall], bool]) -> None:
         self._go_on = threading.Event()
@@ -113,7 +113,7 @@ class Hanging:
         for _ in range(num_calls):
             self._begun.get(timeout=GUARD_S)
 
-    def let_go(self) -> None:
+    def resume(self) -> None:
         self._go_on.set()
 
 

@@ -117,7 +117,7 @@ class RemoteCopies:
 
 
 class Waiting:
-    """Calls of a simulated store that wait until they are let go."""
+    """Calls of a simulated store that wait until they are released."""
 
     def __init__(
         self, store: SimulatedStore, waits: Callable[[StoreCall], bool], fault: StoreFault = StoreFault.SLOW
@@ -136,5 +136,5 @@ class Waiting:
         for _ in range(num_calls):
             self._begun.get(timeout=GUARD_S)
 
-    def let_go(self) -> None:
+    def resume(self) -> None:
         self._go_on.set()

@@ -115,8 +115,8 @@ class SimulatedCuda:
     def wait_given(self, what: str, number: int = 1) -> None:
         """Block until as many calls of that kind were made, by the words of the log."""
         with self._lock:
-            told = self._lock.wait_for(lambda: sum(entry[1] == what for entry in self.log) >= number, GUARD_S)
-            assert told, f"nobody {what}"
+            was_logged = self._lock.wait_for(lambda: sum(entry[1] == what for entry in self.log) >= number, GUARD_S)
+            assert was_logged, f"nobody {what}"
 
     # -- memory ---------------------------------------------------------------------------------------------------
 

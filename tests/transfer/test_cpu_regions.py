@@ -203,7 +203,7 @@ def noted(name: str, taken: list[str]) -> Callable[..., None]:
 
 
 def test_elements_are_aligned_on_both_sides() -> None:
-    """Regions of odd sizes shift those behind them in host memory: numpy must not copy those by a detour."""
+    """Regions of odd sizes shift those after them in host memory: numpy must not copy those by a detour."""
     memory = torch.zeros(400, dtype=torch.uint8)
     regions = (KVRegion(memory[:60], 6, 6), KVRegion(memory[64:224], 16, 16), KVRegion(memory[224:], 16, 2))
     backend = CpuBackend(regions)

@@ -391,7 +391,7 @@ def test_two_devices_in_one_process_keep_apart() -> None:
 
 
 def test_a_device_that_is_lost_under_a_copy_leaves_it_unproven(open_copies: Callable[..., Copies]) -> None:
-    """Nobody knows whether it still writes. What comes after it is refused for good, behind whatever fence."""
+    """Nobody knows whether it still writes. What comes after it is refused for good, after whatever fence."""
     cuda = SimulatedCuda()
     copies = open_copies(torch.zeros(8, 4), 4, partial(CudaBackend, options=on(cuda)))
     after = copies.transport.record_fence()
@@ -438,7 +438,7 @@ def test_a_store_behind_a_fence_from_before_the_loss_is_not_begun(open_copies: C
 
 
 def test_what_is_queued_when_the_device_is_lost_is_not_begun(open_copies: Callable[..., Copies]) -> None:
-    """Only the copy that was under way is in doubt; those behind it ask the device nothing any more."""
+    """Only the copy that was under way is in doubt; those after it ask the device nothing any more."""
     has_begun, may_copy = threading.Event(), threading.Event()
 
     class Waits(CudaBackend):
@@ -453,9 +453,9 @@ def test_what_is_queued_when_the_device_is_lost_is_not_begun(open_copies: Callab
     assert has_begun.wait(GUARD_S)
     cuda.lose()
     may_copy.set()
-    told = [copies.next() for _ in range(3)]
-    assert [found.job_id for found in told] == [first, *others]
-    assert [found.outcome for found in told] == [Outcome.UNPROVEN, Outcome.FAILED, Outcome.FAILED]
+    ends = [copies.next() for _ in range(3)]
+    assert [found.job_id for found in ends] == [first, *others]
+    assert [found.outcome for found in ends] == [Outcome.UNPROVEN, Outcome.FAILED, Outcome.FAILED]
 
 
 def test_threads_that_a_lost_device_does_not_let_go_of_end_in_silence(open_copies: Callable[..., Copies]) -> None:

@@ -1,4 +1,4 @@
-"""The benchmarks for a device say that they were not run where there is none; what they copy, on a simulated one."""
+"""The benchmarks for a device: they report that there is no device, and copy the right bytes on a simulated one."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from aoffload.errors import RegionNotLoaded
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_no_event_is_recorded_while_somebody_holds_a_fence_of_it(seed: int) -> None:
-    """Fences are made and let go of in an order of chance; those that are held have an event each."""
+    """Fences are made and released in an order of chance; those that are held have an event each."""
     rng, cuda = random.Random(seed), SimulatedCuda(seed)
     pool = EventPool(cuda, BlockingWait())
     held: list[CudaFence] = []
@@ -232,14 +232,14 @@ def test_a_region_that_never_comes_ends_the_wait(open_copies: Callable[..., Copi
 
 
 def test_fences_of_a_load_that_never_started_end_with_it() -> None:
-    """Whoever waits is told, and nobody can end them twice."""
+    """Each waiter is notified, and they cannot end twice."""
     fences = RegionFences(2)
-    told: list[str] = []
+    notes: list[str] = []
 
     def wait() -> None:
         with pytest.raises(RegionNotLoaded, match="discarded"):
             fences[1].synchronize()
-        told.append("so")
+        notes.append("so")
 
     waiting = threading.Thread(target=wait)
     waiting.start()
@@ -250,7 +250,7 @@ def test_fences_of_a_load_that_never_started_end_with_it() -> None:
     fences.give(0, PASSED)
     with pytest.raises(RegionNotLoaded):
         fences[0].query()
-    assert told == ["so"] and len(fences) == 2
+    assert notes == ["so"] and len(fences) == 2
 
 
 def test_a_transport_without_regions_gives_all_fences_at_the_end() -> None:
@@ -280,7 +280,7 @@ def test_a_load_that_did_not_land_ends_the_wait_for_its_regions(outcome: Outcome
 
 
 def test_a_load_that_nobody_watches_is_one_batch(open_copies: Callable[..., Copies]) -> None:
-    """Fences for each region cost batches; only who asks for them pays."""
+    """Fences for each region cost batches; only loads that ask for them pay."""
     cuda = SimulatedCuda()
     watched = Watched(open_copies, cuda)
     watched.copies.transport.watch(2, RegionFences(3))

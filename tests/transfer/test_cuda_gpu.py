@@ -231,7 +231,7 @@ def test_gpu_how_early_copies_read(
 
 @each_driver
 def test_gpu_a_load_does_not_wait_behind_a_held_store(open_copies: Callable[..., Copies], driver: Any) -> None:
-    """Directions have a stream and a thread each: a store behind a long forward holds nothing else up."""
+    """Directions have a stream and a thread each: a store after a long forward holds nothing else up."""
     (pool,) = device_pool()
     copies = open_copies(pool, 8, partial(CudaBackend, options=CudaOptions(driver=driver, break_even=ENGINE)))
     assert copies.store([1], [0]).outcome is Outcome.LANDED

@@ -1,4 +1,4 @@
-"""What only a device can show: kernels that end the context, each in a process of its own, and what is made of that.
+"""Tests that need a device: kernels that end the context, each in its own process, and the handling of the loss.
 
 Skipped, with the reason, where torch sees none.
 """

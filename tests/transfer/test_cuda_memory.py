@@ -1,4 +1,4 @@
-"""The pinned host pool: in pieces, all or nothing, one warning, and nothing left behind."""
+"""The pinned host pool: allocated in pieces, all or nothing, with one warning, and released."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_threads_that_register_run_near_the_device(tmp_path: Path) -> None:
 
 
 def test_a_listener_that_fails_leaves_nothing_registered() -> None:
-    """Whatever goes wrong on the way, the pages are let go of."""
+    """Whatever goes wrong on the way, the pages are released."""
     cuda = SimulatedCuda()
 
     def stop(progress: PinProgress) -> None:
@@ -272,7 +272,7 @@ def test_closing_lets_go_of_everything() -> None:
 
 
 def test_a_pool_without_blocks_is_no_special_case() -> None:
-    """Nothing is registered, and nothing has to be let go of."""
+    """Nothing is registered, and nothing has to be released."""
     cuda = SimulatedCuda()
     backend = CudaBackend(regions_of(torch.zeros(4, 8)), options=on(cuda))
     backend.open(0)
@@ -337,7 +337,7 @@ def test_a_backend_that_cannot_open_lets_go_of_what_it_has_pinned() -> None:
     assert cuda.registered == {}
 
 
-class PinsWhenTold(SimulatedCuda):
+class PinsOnCall(SimulatedCuda):
     """Registers memory when a test lets it."""
 
     def __init__(self) -> None:
@@ -353,8 +353,8 @@ class PinsWhenTold(SimulatedCuda):
 @pytest.mark.anyio
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
 async def test_a_runtime_that_pins_holds_up_nobody_and_leaves_nothing_pinned(leaves: bool) -> None:
-    """The loop goes on meanwhile, the log has a line for each piece, and who is cancelled lets go of every page."""
-    cuda, scope = PinsWhenTold(), anyio.CancelScope()
+    """The loop goes on meanwhile, the log has a line for each piece, and who is cancelled releases every page."""
+    cuda, scope = PinsOnCall(), anyio.CancelScope()
     pool = torch.zeros(9, MIB, dtype=torch.uint8)
     transport = LocalTransport(pool, partial(CudaBackend, options=on(cuda, max_piece_bytes=2 * MIB)))
     config = OffloadConfig(groups=[KVCacheGroup("full")], num_host_blocks=9)

@@ -1,4 +1,4 @@
-"""NVIDIA's bindings as they are installed, above a driver library without a device: what is really handed over.
+"""NVIDIA's bindings as installed, over a stub of the driver library: the arguments of the driver calls.
 
 `stub_libcuda.c` is compiled for it. Skipped where there are no bindings (`pip install aoffload[cuda]`) or no compiler.
 """
@@ -170,7 +170,7 @@ def test_a_piece_that_no_batch_may_hold_is_copied_alone(run: Run) -> None:
 
 
 def test_waiting_lets_other_threads_run(run: Run) -> None:
-    """The bindings let go of the interpreter's lock: the event loop goes on while a copy thread waits."""
+    """The bindings release the interpreter's lock: the event loop goes on while a copy thread waits."""
     run("waits", wait_ms=300)
 
 

@@ -1,4 +1,4 @@
-"""The driver layer that has torch alone: what torch says in words, and which of torch's own calls are asked."""
+"""The driver layer with torch alone: the classification of torch's error texts, and the calls of torch that it uses."""
 
 from __future__ import annotations
 

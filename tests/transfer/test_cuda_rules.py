@@ -12,7 +12,7 @@ which rule, of this file unless said, and the mutant without it:
 - a fence keeps its meaning: fence_kept_while_another_is_recorded; tests/transfer/test_cuda_events.py
   test_no_event_is_recorded_while_somebody_holds_a_fence_of_it (OneEvent)
 - requests of a step may share a fence: tests/shell/test_scopes.py test_one_fence_for_a_step
-- a block changes hands once every job and step has let go: tests/core/test_whole.py
+- a block changes hands once every job and step has let go: tests/core/test_ledger.py
   test_a_step_holds_what_it_touches; tests/core/test_transfers.py
   test_unproven_destinations_are_never_reused_until_proven
 - with ranks, a job ends with the last rank's fence: tests/transfer/test_ranks.py
@@ -78,7 +78,7 @@ def hosted(copies: Copies) -> list[int]:
 
 
 def store_after_its_compute(backend: type[CudaBackend], seed: int) -> bool:
-    """A store behind the fence of the forward that writes its source."""
+    """A store after the fence of the forward that writes its source."""
     cuda = SimulatedCuda(seed)
     pool, copies = opened(backend, cuda)
     for value in (97, 98, 99):
@@ -238,7 +238,7 @@ def test_foreign_fences_are_waited_for_on_the_host() -> None:
 
 
 def test_a_store_that_is_held_holds_no_load() -> None:
-    """Directions have a stream and a thread each: a store behind a long forward holds nothing else up."""
+    """Directions have a stream and a thread each: a store after a long forward holds nothing else up."""
     cuda = SimulatedCuda()
     _, copies = opened(CudaBackend, cuda)
     copies.store([1], [0])

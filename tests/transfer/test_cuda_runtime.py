@@ -1,4 +1,4 @@
-"""The whole runtime on a simulated device: what is computed and loaded in any order of streams is read back right."""
+"""A runtime on a simulated device: computed and loaded bytes are right in any order of streams."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ async def test_a_capture_in_progress_costs_a_hit_and_no_more() -> None:
 
 
 async def test_an_engine_survives_the_loss_of_its_device() -> None:
-    """Who waits for a load computes instead; later requests are served without a copy, and nothing more is
+    """A request that waits for a load computes instead; later requests are served without a copy, and nothing more is
     quarantined than what was under way. The cache turns itself off once, and says so once; closing raises nothing."""
     cuda, log = SimulatedCuda(), structlog.testing.CapturingLogger()
     transport = LocalTransport(torch.zeros(NUM_DEVICE, 3), partial(CudaBackend, options=on(cuda)))

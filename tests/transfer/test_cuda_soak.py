@@ -1,4 +1,4 @@
-"""The soak on streams: real threads, a device that is behind, every byte and every owner looked at.
+"""The soak on streams: real threads, a slow device, and checks of every byte and every owner.
 
 On the simulated device here, and on a real one in `test_cuda_gpu.py`. It passes, and it notices what it is there for.
 """
@@ -108,7 +108,7 @@ def test_a_forward_in_somebody_elses_block_is_noticed() -> None:
     owners = Owners(runtime, lambda block_ids: spoiled.append(list(block_ids)))
     pool = runtime.ledger.cache.tiers[Tier.DEVICE].pool
     taken = pool.take(3)
-    held = owners.held(Tier.DEVICE, taken)
+    held = owners.owned(Tier.DEVICE, taken)
     assert held.problem("it") == ""
     pool.give(taken)
     assert "no owner" in held.problem("it")

@@ -213,14 +213,14 @@ async def test_a_small_tier_evicts(opened: Any, eviction: str) -> None:
 
 
 @attrs.define
-class Held:
-    """Holds the loads of a directory until it is let go."""
+class HeldLoads:
+    """Holds the loads of a directory until it is released."""
 
     has_begun: threading.Event = attrs.field(factory=threading.Event)
     may_end: threading.Event = attrs.field(factory=threading.Event)
 
     @classmethod
-    def loads_of(cls, directory: Any) -> Held:
+    def loads_of(cls, directory: Any) -> HeldLoads:
         held, load = cls(), directory._load
 
         def hold(*args: int) -> bool:
@@ -239,7 +239,7 @@ class Held:
 async def test_a_request_that_is_cancelled_during_its_fetch_leaks_nothing(opened: Any, how: str) -> None:
     async with opened() as engine:
         await engine.only_in_the_directory(PROMPT)
-        held = Held.loads_of(engine.directory)
+        held = HeldLoads.loads_of(engine.directory)
 
         async def ask() -> None:
             async with engine.runtime.request(PROMPT, "gone") as request:
@@ -265,7 +265,7 @@ async def test_a_load_that_hangs_is_given_up(opened: Any) -> None:
     """Its request computes, its destination is quarantined until the thread is done, and stores go on meanwhile."""
     async with opened(timeouts_s=(0.05, 10.0), fetch_timeout_s=10.0) as engine:
         await engine.only_in_the_directory(PROMPT)
-        held = Held.loads_of(engine.directory)
+        held = HeldLoads.loads_of(engine.directory)
         assert await engine.serve(PROMPT) == 0
         assert engine.runtime.statistics().host.num_quarantined == 5
         engine.runtime.check_integrity()
@@ -334,7 +334,7 @@ async def test_a_reset(opened: Any, tier: Tier | None) -> None:
 async def test_a_reset_during_a_fetch(opened: Any) -> None:
     async with opened() as engine:
         await engine.only_in_the_directory(PROMPT)
-        held = Held.loads_of(engine.directory)
+        held = HeldLoads.loads_of(engine.directory)
         async with anyio.create_task_group() as group:
             group.start_soon(engine.serve, PROMPT)
             await held.begun()

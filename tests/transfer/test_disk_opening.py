@@ -46,8 +46,8 @@ def test_why_it_cannot_be_opened_is_said() -> None:
 
 
 def test_a_disk_that_hangs_is_named_and_closed_when_it_answers() -> None:
-    """Whoever starts gets an error that names the path; what is opened too late is closed, so that the next start may
-    have it."""
+    """The start raises an error that names the path; what is opened too late is closed, so that the next start may have
+    it."""
     slots: Any = Slots()
     answers = threading.Event()
 

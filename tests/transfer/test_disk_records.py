@@ -1,4 +1,4 @@
-"""The pure parts of the disk tier: records as bytes, neighbours, and what a restart believes."""
+"""The pure parts of the disk tier: records as bytes, neighbours, and the validation after a restart."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def slots_of(found: Sequence[RestoredRun], component: int = 0) -> list[list[int]
 
 
 def test_the_digests_are_those_of_the_index() -> None:
-    """Whoever knows a prompt finds what a restart has proven by the keys that the index has."""
+    """A prompt finds the blocks that a restart has proven by the keys that the index has."""
     ids = prompt(1, 2, 3)
     (found,) = recovered(list(enumerate(labels(ids), start=10)))
     hasher = hashlib.sha256(ROOT.digest)
@@ -73,13 +73,13 @@ def test_the_digests_are_those_of_the_index() -> None:
 
 
 def test_no_key_reaches_a_record() -> None:
-    """A salt is a secret of whoever chose it: only the digest of the root is written."""
+    """A salt is a secret: only the digest of the root is written."""
     assert b"tenant" not in b"".join(FORM.encoded(label, 0, 1, 1, bytes(16)) for label in labels(prompt(1)))
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_nothing_behind_a_lost_unit_survives(lost: int) -> None:
-    """Without a unit, those behind it prove nothing: nobody could know what they follow."""
+    """Without a unit, those after it prove nothing: nobody could know what they follow."""
     given = [pair for pair in enumerate(labels(prompt(1, 2, 3))) if pair[0] != lost]
     assert slots_of(recovered(given)) == ([list(range(lost))] if lost else [])
 
@@ -99,7 +99,7 @@ def test_branches_share_what_they_have_in_common() -> None:
 
 
 def test_a_window_needs_only_the_tokens_before_it() -> None:
-    """Full attention counts behind all units before it, a window anywhere; both places of a unit have to be there."""
+    """Full attention counts after all units before it, a window anywhere; both places of a unit have to be there."""
     layout = SlotLayout(UNIT, 64, (1, 2), (True, False))
     full, window = labels(prompt(1, 2, 3)), labels(prompt(1, 2, 3), component=1, width=2)
     found = recovered([(1, full[0]), (2, full[2]), (20, window[2]), (30, window[4]), (31, window[5])], layout)

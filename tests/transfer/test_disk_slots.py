@@ -1,4 +1,4 @@
-"""Slots in files of the system: what is stored is loaded, once or after a restart, and what cannot be is said."""
+"""Slots in files of the system: stored blocks are loaded, also after a restart, and failures are reported."""
 
 from __future__ import annotations
 
@@ -273,7 +273,7 @@ def test_a_load_that_is_late_forgets_nothing_of_others(slots: DiskSlots, monkeyp
 def test_ids_out_of_range_are_refused_by_name(
     slots: DiskSlots, name: str, arguments: tuple[list[int], list[int]]
 ) -> None:
-    """Before anything moves: behind the last slot is the end of the file, and of its size."""
+    """Before anything moves: after the last slot is the end of the file, and of its size."""
     with pytest.raises(InvalidArgument) as refusal:
         slots.load(*arguments)
     assert refusal.value.argument == name

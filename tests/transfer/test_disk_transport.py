@@ -1,4 +1,4 @@
-"""A transport with a disk: what is stored comes back, a disk that hangs or fails keeps nobody, and nothing is wrong."""
+"""A transport with a disk: stored blocks are loaded again, and a disk that hangs or fails delays no other job."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_another_process_finds_what_was_stored(open_disk: Callable[..., DiskCopi
 
 
 def test_a_reset_outlives_the_process(open_disk: Callable[..., DiskCopies]) -> None:
-    """What was planned before it is not found, even if it is stored after it; and a reset that ends behind a later one
+    """What was planned before it is not found, even if it is stored after it; and a reset that ends after a later one
     does not take that one back."""
     disk = simulated()
     first = open_disk(disk)
@@ -126,7 +126,7 @@ def test_a_direction_that_hangs_leaves_threads_to_the_other(
         else:
             assert copies.move(*other, [5], [20], LABELS[5:]).outcome is Outcome.LANDED
     finally:
-        hanging.let_go()
+        hanging.resume()
     assert {copies.next().job_id for _ in hung} == hung
 
 
@@ -142,7 +142,7 @@ def test_closing_waits_no_longer_than_it_is_told_to(open_disk: Callable[..., Dis
         assert not copies.transport.close(0.01)
         assert disk.is_locked
     finally:
-        hanging.let_go()
+        hanging.resume()
     assert copies.disk.join(10.0) and not disk.is_locked, "idle threads end without being told again"
     assert copies.transport.close(GUARD_S)
     found = {completion.job_id: completion for completion in (copies.next() for _ in range(4))}
@@ -160,7 +160,7 @@ def test_what_is_given_up_is_not_recorded(open_disk: Callable[..., DiskCopies]) 
         copies.transport.give_up(job_id)
         copies.host[0] = 77  # type: ignore[index]
     finally:
-        hanging.let_go()
+        hanging.resume()
     assert copies.next().outcome is Outcome.FAILED
     assert copies.move(DISK, HOST, [5], [1]).outcome is Outcome.CORRUPT
     copies.transport.close(GUARD_S)
@@ -188,7 +188,7 @@ def given_up_at(open_disk: Callable[..., DiskCopies], slots: list[int], wanted: 
         hanging.wait_for(1)
         copies.transport.give_up(job_id)
     finally:
-        hanging.let_go()
+        hanging.resume()
     ended = copies.next()
     assert (ended.outcome, ended.num_landed) == (Outcome.FAILED, 0)
     assert copies.move(DISK, HOST, [5], [1]).outcome is Outcome.CORRUPT
@@ -210,7 +210,7 @@ def test_what_is_given_up_before_it_begins_touches_nothing(open_disk: Callable[.
         copies.transport.give_up(last)
         num_calls = disk.num_calls
     finally:
-        hanging.let_go()
+        hanging.resume()
     found = {completion.job_id: completion for completion in (copies.next() for _ in range(4))}
     assert (found[last].outcome, found[last].error) == (Outcome.FAILED, "given up before it was begun")
     assert disk.num_calls == num_calls
@@ -273,7 +273,7 @@ def test_what_is_forgotten_is_found_by_nobody(open_disk: Callable[..., DiskCopie
             assert copies.move(DEVICE, HOST, [1], [9]).outcome is Outcome.LANDED
         assert copies.disk.statistics().num_stores == 1  # the second one waits
     finally:
-        hanging.let_go()
+        hanging.resume()
     assert copies.next().job_id == job_id
     assert copies.move(DISK, HOST, [4], [7]).outcome is Outcome.LANDED
     assert copies.move(DISK, HOST, [5], [7]).outcome is Outcome.CORRUPT

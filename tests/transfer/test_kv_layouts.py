@@ -1,4 +1,4 @@
-"""KV layouts: which axis counts blocks, what a block then is, and what is refused or warned of."""
+"""KV layouts: the axis of blocks, the bytes of a block, and layouts that are refused or cause a warning."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_the_layout_is_described_in_a_line() -> None:
 
 @pytest.mark.anyio
 async def test_the_layout_is_in_the_log_when_the_runtime_opens() -> None:
-    """Whoever reads the start of a log sees how the tensors were understood."""
+    """The start of the log says how the tensors were understood."""
     captured = structlog.testing.LogCapture()
     logger = structlog.wrap_logger(structlog.PrintLogger(), processors=[captured])
     async with OffloadRuntime(config_of(16), torch.zeros(N, 2, B, H, D), logger=logger):

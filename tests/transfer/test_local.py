@@ -1,4 +1,4 @@
-"""The local transport: what it refuses, what it waits for, what it counts."""
+"""The local transport: refused arguments, fences, and counts."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_load_waits_for_the_compute_at_launch() -> None:
 
 
 def test_a_store_without_a_fence_waits_for_all_compute_so_far() -> None:
-    """Whoever gives no `after` gets the safe one."""
+    """The default of `after` is the safe one."""
     fence = GateFence()
 
     class ComputingBackend(CpuBackend):

@@ -1,4 +1,4 @@
-"""A store in Mooncake Store: with a client that is told what to answer, and with the real one where it runs."""
+"""A store in Mooncake Store: with a scripted client, and with the real one where it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank processes: how they start, what they refuse, and that none is ever left behind."""
+"""Rank processes: their start, refused arguments, and their end."""
 
 from __future__ import annotations
 

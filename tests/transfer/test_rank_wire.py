@@ -1,4 +1,5 @@
-"""The bytes between the deciding process and a rank: what goes in comes out, and nothing else is let in."""
+"""The protocol between the deciding process and a rank: messages are decoded as encoded, and invalid ones are
+refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks behind one transport: when a job is over, what it is worth, and what a fence is."""
+"""Several ranks of one transport: the end and the outcome of a job, and fences."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class Ranks:
         self.scripts = [ScriptedTransport(9, block_bytes=10, auto=auto) for _ in range(num_ranks)]
         self.ranks = [MortalRank(script) for script in self.scripts]
         self.transport = RankTransport(self.ranks)
-        self.told: list[Completion] = []
-        self.transport.open(8, verify=False, deliver=self.told.append, env=Env())
+        self.completions: list[Completion] = []
+        self.transport.open(8, verify=False, deliver=self.completions.append, env=Env())
 
     def launch(self, job_id: int = 1, after: Fence | None = None) -> None:
         self.transport.launch(plan(job_id), after)
 
     def outcomes(self) -> list[Outcome]:
-        return [completion.outcome for completion in self.told]
+        return [completion.outcome for completion in self.completions]
 
 
 def plan(job_id: int) -> TransferPlan:
@@ -92,9 +92,9 @@ def test_a_job_is_complete_when_every_rank_is() -> None:
     ranks.launch()
     for script in (ranks.scripts[2], ranks.scripts[0]):
         script.land(1)
-        assert ranks.told == []
+        assert ranks.completions == []
     ranks.scripts[1].land(1)
-    assert ranks.told == [Completion(1, Outcome.LANDED, NUM_BLOCKS, num_bytes=3 * NUM_BLOCKS * 10)]
+    assert ranks.completions == [Completion(1, Outcome.LANDED, NUM_BLOCKS, num_bytes=3 * NUM_BLOCKS * 10)]
 
 
 def test_a_failure_waits_for_the_other_ranks() -> None:
@@ -102,9 +102,9 @@ def test_a_failure_waits_for_the_other_ranks() -> None:
     ranks = Ranks()
     ranks.launch()
     ranks.scripts[1].fail(1, num_landed=3, error="the cable fell out")
-    assert ranks.told == []
+    assert ranks.completions == []
     ranks.scripts[0].land(1)
-    assert ranks.told == [Completion(1, Outcome.FAILED, 3, error="rank 1: the cable fell out", num_bytes=40)]
+    assert ranks.completions == [Completion(1, Outcome.FAILED, 3, error="rank 1: the cable fell out", num_bytes=40)]
 
 
 def test_what_is_corrupt_on_any_rank_is_corrupt() -> None:
@@ -114,7 +114,7 @@ def test_what_is_corrupt_on_any_rank_is_corrupt() -> None:
     ranks.scripts[0].corrupt(1, 3)
     ranks.scripts[1].corrupt(1, 2, 3)
     ranks.scripts[2].fail(1, num_landed=1)
-    (found,) = ranks.told
+    (found,) = ranks.completions
     assert (found.outcome, found.num_landed, found.corrupt) == (Outcome.CORRUPT, 1, (2, 3))
 
 
@@ -147,7 +147,7 @@ def test_a_rank_counts_once() -> None:
     ranks.launch()
     ranks.scripts[0].land(1)
     ranks.scripts[0].deliver_again(1)
-    assert ranks.told == []
+    assert ranks.completions == []
     ranks.scripts[1].fail(1)
     ranks.scripts[0].deliver_again(1)
     ranks.ranks[0].die("killed")
@@ -160,7 +160,7 @@ def test_less_than_everything_is_never_landed() -> None:
     ranks.launch()
     ranks.scripts[0].land(1)
     ranks.ranks[1].report(Completion(1, Outcome.LANDED, NUM_BLOCKS - 1))
-    assert [(found.outcome, found.num_landed) for found in ranks.told] == [(Outcome.FAILED, NUM_BLOCKS - 1)]
+    assert [(found.outcome, found.num_landed) for found in ranks.completions] == [(Outcome.FAILED, NUM_BLOCKS - 1)]
 
 
 def test_a_dead_rank_fails_its_jobs_once_the_others_are_through() -> None:
@@ -170,13 +170,13 @@ def test_a_dead_rank_fails_its_jobs_once_the_others_are_through() -> None:
     ranks.launch(2)
     ranks.scripts[0].land(1)
     ranks.ranks[1].die("its process ended")
-    assert [(found.job_id, found.outcome) for found in ranks.told] == [(1, Outcome.FAILED)]
-    assert ranks.told[0].num_landed == 0
+    assert [(found.job_id, found.outcome) for found in ranks.completions] == [(1, Outcome.FAILED)]
+    assert ranks.completions[0].num_landed == 0
     for call in (lambda: ranks.launch(3), ranks.transport.record_fence):
         with pytest.raises(TransferRefused, match="rank 1 is gone: its process ended"):
             call()
     ranks.scripts[0].land(2)
-    assert [found.job_id for found in ranks.told] == [1, 2]
+    assert [found.job_id for found in ranks.completions] == [1, 2]
     assert [len(script.launched) for script in ranks.scripts] == [2, 2]
 
 
@@ -186,21 +186,21 @@ def test_what_the_first_rank_refuses_nobody_starts() -> None:
     ranks.scripts[0].refuse_next()
     with pytest.raises(TransferRefused):
         ranks.launch()
-    assert (ranks.told, ranks.scripts[1].launched) == ([], [])
+    assert (ranks.completions, ranks.scripts[1].launched) == ([], [])
     ranks.launch(2)
     ranks.scripts[0].land(2)
     ranks.scripts[1].land(2)
     for rank in ranks.ranks:
         rank.die("killed")
-    assert [(found.job_id, found.outcome) for found in ranks.told] == [(2, Outcome.LANDED)]
+    assert [(found.job_id, found.outcome) for found in ranks.completions] == [(2, Outcome.LANDED)]
 
 
 def test_what_a_later_rank_refuses_is_a_failure_of_the_job() -> None:
-    """An earlier rank is copying: its end is waited for, and the ranks behind are not bothered."""
+    """An earlier rank is copying: its end is waited for, and the ranks after are not bothered."""
     ranks = Ranks(3)
     ranks.scripts[1].refuse_next()
     ranks.launch()
-    assert (ranks.told, ranks.scripts[2].launched) == ([], [])
+    assert (ranks.completions, ranks.scripts[2].launched) == ([], [])
     ranks.scripts[0].land(1)
     assert ranks.outcomes() == [Outcome.FAILED]
 
@@ -213,13 +213,13 @@ def test_a_driver_error_on_one_rank_is_doubt() -> None:
             raise RuntimeError("the driver does not know")
 
     scripts = [ScriptedTransport(9) for _ in range(3)]
-    told: list[Completion] = []
+    completions: list[Completion] = []
     transport = RankTransport([LocalRank(scripts[0]), BrokenRank(scripts[1]), LocalRank(scripts[2])])
-    transport.open(8, verify=False, deliver=told.append, env=Env())
+    transport.open(8, verify=False, deliver=completions.append, env=Env())
     transport.launch(plan(1), None)
-    assert (told, scripts[2].launched) == ([], [])
+    assert (completions, scripts[2].launched) == ([], [])
     scripts[0].land(1)
-    assert [found.outcome for found in told] == [Outcome.UNPROVEN]
+    assert [found.outcome for found in completions] == [Outcome.UNPROVEN]
 
 
 def test_a_copy_may_land_inside_the_launch() -> None:
@@ -232,10 +232,10 @@ def test_a_copy_may_land_inside_the_launch() -> None:
 def test_whoever_is_told_of_an_end_may_launch_at_once() -> None:
     """`deliver` is called in the middle of a report, and a simulated loop may run the worker right there."""
     ranks = Ranks(auto=True)
-    told = ranks.told.append
-    ranks.transport._deliver = lambda found: ranks.launch(2) if found.job_id == 1 else told(found)
+    completions = ranks.completions.append
+    ranks.transport._deliver = lambda found: ranks.launch(2) if found.job_id == 1 else completions(found)
     ranks.launch(1)
-    assert [found.job_id for found in ranks.told] == [2]
+    assert [found.job_id for found in ranks.completions] == [2]
 
 
 # -- any order ----------------------------------------------------------------------------------------------------
@@ -289,9 +289,9 @@ def test_any_order_of_reports_ends_as_the_slow_way_says(events: list[Event]) -> 
             if not is_certain(before[one]):
                 said[one][rank].append(Completion(one, *words))
         found = tally.report(rank, Completion(job_id, *words)) if job_id else None
-        told = [found] if found is not None else [] if job_id else tally.lose(rank, "")
+        completions = [found] if found is not None else [] if job_id else tally.lose(rank, "")
         now = {one: expected(said[one]) for one in said}
-        assert told == [now[one] for one in said if is_news(before[one], now[one])]
+        assert completions == [now[one] for one in said if is_news(before[one], now[one])]
     assert len(tally) == sum(not is_certain(expected(said[one])) for one in said)
 
 
@@ -307,7 +307,7 @@ def is_news(before: Completion | None, now: Completion | None) -> bool:
 
 
 def test_a_fence_is_one_on_every_rank() -> None:
-    """A store named behind it starts on each rank when that rank's own compute is through."""
+    """A store named after it starts on each rank when that rank's own compute is through."""
     ranks = Ranks()
     compute = [ScriptedFence(), ScriptedFence()]
     for script, fence in zip(ranks.scripts, compute, strict=True):

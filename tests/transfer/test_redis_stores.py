@@ -1,4 +1,5 @@
-"""Stores in real servers that speak the protocol of Redis: what is put is got, and what fails says so in time."""
+"""Stores in real servers with the protocol of Redis: values that were put are read back, and failures are reported in
+time."""
 
 from __future__ import annotations
 

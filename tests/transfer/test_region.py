@@ -1,4 +1,4 @@
-"""Regions: what a block id may address."""
+"""Regions: the block ids that they accept."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_an_explicit_stride_divides_the_extent_into_blocks() -> None:
 
 
 def test_the_last_block_may_end_with_the_tensor() -> None:
-    """Padding behind the last block is nobody's and need not exist."""
+    """Padding after the last block is nobody's and need not exist."""
     assert KVRegion(torch.zeros(27, dtype=torch.uint8), block_stride_bytes=10, block_bytes=7).num_blocks == 3
     assert KVRegion(torch.zeros(26, dtype=torch.uint8), block_stride_bytes=10, block_bytes=7).num_blocks == 2
 

@@ -1,4 +1,4 @@
-"""A transport with a remote tier: what is stored comes back, and whatever a store does, it makes misses and no more."""
+"""A transport with a remote tier: stored cells are loaded again, and every failure of the store is a miss."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_what_lies_in_the_store_tells_nothing(open_remote: Open) -> None:
 
 @each_secret
 def test_an_object_of_another_cell_is_none(open_remote: Open, secret: bytes | None) -> None:
-    """Whoever writes to the store may exchange objects: each says which cell it is."""
+    """Writers to the store may exchange objects, so each names its cell."""
     store = SimulatedStore()
     copies = open_remote(store, secret)
     copies.store(cell(0))
@@ -372,7 +372,7 @@ def test_a_node_on_trial_has_one_call_at_a_time(open_remote: Open) -> None:
         assert "left alone" in copies.load(cell(0)).error
         assert copies.remote.refuses(Direction.LOAD)
     finally:
-        waiting.let_go()
+        waiting.resume()
     assert copies.next().job_id == trial
     assert copies.load(cell(0)).outcome is Outcome.LANDED
 
@@ -426,7 +426,7 @@ def test_a_use_that_hangs_leaves_threads_to_the_others(open_remote: Open) -> Non
             else:
                 assert copies.load(cell(0)).outcome is Outcome.LANDED
         finally:
-            waiting.let_go()
+            waiting.resume()
         assert {copies.next().job_id for _ in range(6)} == hung
         faults(store)
 
@@ -446,7 +446,7 @@ def test_a_node_that_hangs_leaves_a_thread_to_the_others(open_remote: Open) -> N
         waiting.wait_for(3)
         assert copies.load(good).outcome is Outcome.LANDED
     finally:
-        waiting.let_go()
+        waiting.resume()
     assert {copies.next().job_id for _ in bad} == hung
 
 
@@ -462,7 +462,7 @@ def test_a_load_that_was_given_up_never_touches_host_memory(open_remote: Open) -
         copies.transport.give_up(job_id)
         copies.host[8:12] = 3
     finally:
-        waiting.let_go()
+        waiting.resume()
     late = copies.next()
     assert (late.job_id, late.outcome, late.num_landed) == (job_id, Outcome.FAILED, 0)
     assert (copies.host[8:12] == 3).all()
@@ -481,7 +481,7 @@ def test_a_store_that_was_given_up_reads_no_more(open_remote: Open) -> None:
             copies.transport.give_up(job_id)
             copies.host[:4] = 3
         finally:
-            waiting.let_go()
+            waiting.resume()
         copies.next()
         faults(store)
         assert len(store.objects) == (kind == "put")
@@ -505,7 +505,7 @@ def test_what_waits_behind_a_job_that_is_given_up_fails(open_remote: Open) -> No
         assert copies.remote.refuses(Direction.LOAD)
         assert "left alone" in copies.load(cell(0)).error
     finally:
-        waiting.let_go()
+        waiting.resume()
     assert {copies.next().job_id for _ in hung} == set(hung)
 
 
@@ -518,7 +518,7 @@ def test_closing_does_not_wait_for_a_store_that_hangs() -> None:
     waiting.wait_for(1)
     assert not copies.transport.close(0.05)
     assert not store.is_closed
-    waiting.let_go()
+    waiting.resume()
     copies.next()
     assert copies.close() and store.is_closed
 
@@ -536,7 +536,7 @@ def test_closing_ends_a_thread_that_found_nothing_it_may_take(open_remote: Open)
         waiting.wait_for(3)
         assert not copies.transport.close(0.01)
     finally:
-        waiting.let_go()
+        waiting.resume()
     assert {copies.next().job_id for _ in bad} == launched
     assert copies.remote.join(10.0) and store.is_closed, "without being told again"
 
@@ -620,7 +620,7 @@ def test_one_question_at_a_time_about_a_prompt(open_remote: Open) -> None:
         copies.remote.ask([cell(64)], heard.append)
         assert heard == [0]
     finally:
-        waiting.let_go()
+        waiting.resume()
     assert copies.close()
     assert sorted(heard) == [0, *[1] * 66]
     assert copies.remote.statistics().num_questions == 64
@@ -644,7 +644,7 @@ def test_a_question_whose_time_is_over_is_a_miss(open_remote: Open) -> None:
         copies.remote.ask(cells["node-1"][:1], heard.append)
         copies.clock.seconds = 1.0
     finally:
-        waiting.let_go()
+        waiting.resume()
     assert copies.close()
     assert sorted(heard) == [0, 1, 1] and copies.remote.statistics().num_unknown == 1
 
@@ -674,7 +674,7 @@ def test_what_is_forgotten_is_removed_and_can_be_stored_again(open_remote: Open)
         assert copies.ask([cell(0)]) == 0 and not copies.remote.is_wanted(cell(0))
         assert copies.store(cell(0)).outcome is Outcome.FAILED
     finally:
-        waiting.let_go()
+        waiting.resume()
     copies.store(cell(1))  # the thread of the removal, or the other one, is done with it by then or soon
     assert copies.close()
     assert list(store.objects) == [copies.name(cell(1))]
@@ -691,7 +691,7 @@ def test_a_store_under_way_does_not_bring_back_what_is_forgotten(open_remote: Op
         waiting.wait_for(1)
         copies.remote.forget([cell(0)])
     finally:
-        waiting.let_go()
+        waiting.resume()
     copies.next()
     assert copies.close()
     assert not store.objects
@@ -733,7 +733,7 @@ def test_a_load_under_way_does_not_bring_what_is_forgotten(open_remote: Open, is
 
 
 def removed(copies: RemoteCopies, num_cells: int) -> None:
-    """Wait until the store has let go of so many: a thread takes removals before stores."""
+    """Wait until the store has released so many: a thread takes removals before stores."""
     for number in range(100, 200):
         if copies.remote.statistics().cells_removed >= num_cells:
             return
@@ -889,7 +889,7 @@ def test_what_was_stored_before_objects_were_numbered_is_loaded(open_remote: Ope
 
 
 def test_what_cannot_be_removed_is_not_used(open_remote: Open) -> None:
-    """Until the store lets go of it; it is tried again when the store is used again."""
+    """Until the store releases it; it is tried again when the store is used again."""
     store = SimulatedStore()
     copies = open_remote(store)
     copies.store(cell(0))

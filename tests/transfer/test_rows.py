@@ -184,7 +184,7 @@ def patient(scripted: ScriptedWaits) -> PatientRows:
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many blocks each call of a stripe took: every such call lets go of the GIL once."""
+    """How many blocks each call of a stripe took: every such call releases the GIL once."""
     sizes: list[int] = []
     copyto = np.copyto
 
@@ -201,7 +201,7 @@ def store(mover: RowMover, ids: list[int]) -> None:
 
 
 def test_while_others_want_the_lock_a_store_is_one_call(copied: list[int]) -> None:
-    """Each call that lets go of the lock has to wait for it again, so there is one, however many blocks there are."""
+    """Each call that releases the lock has to wait for it again, so there is one, however many blocks there are."""
     scripted = ScriptedWaits(1.0, 1.0)
     store(patient(scripted), [6, 1, 4, 3, 7, 2])
     assert (scripted.num_calls, copied) == (1, [])

@@ -1,4 +1,4 @@
-"""The scripted transport does exactly what the script says, and catches scripts that cannot be."""
+"""The scripted transport follows its script, and refuses invalid scripts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_copies_land_in_any_order_and_may_repeat_themselves() -> None:
 
 
 def test_failures_leave_torn_blocks() -> None:
-    """What is not proven is not there: the block behind the landed ones, or the corrupt one, holds garbage."""
+    """What is not proven is not there: the block after the landed ones, or the corrupt one, holds garbage."""
     transport, delivered = opened()
     transport.write_device([1, 2, 3], [11, 12, 13])
     transport.launch(store(1, [1, 2, 3], [0, 1, 2]), None)

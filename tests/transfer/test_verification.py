@@ -1,4 +1,4 @@
-"""A checksum per block: what it notices, and what it cannot."""
+"""A checksum for each block: the errors that it detects, and those that it cannot."""
 
 from __future__ import annotations
 

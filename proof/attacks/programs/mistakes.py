@@ -93,18 +93,18 @@ def save_model(directory: Path) -> None:
 
 def is_said(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> bool:
     """Whether the command ends with status 2 and says why without a traceback."""
-    said = io.StringIO()
+    stderr_text = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stderr(stderr_text), contextlib.redirect_stdout(io.StringIO()):
             status = main(arguments)
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else 1
     except BaseException as error:  # noqa: BLE001 - what a traceback would be made of
         print(" ".join(arguments)[-60:], repr(error)[:200], file=sys.stderr)
         return False
-    if status != 2 or not said.getvalue():
-        print(" ".join(arguments)[-60:], f"status {status}", said.getvalue()[:200], file=sys.stderr)
-    return status == 2 and bool(said.getvalue())
+    if status != 2 or not stderr_text.getvalue():
+        print(" ".join(arguments)[-60:], f"status {status}", stderr_text.getvalue()[:200], file=sys.stderr)
+    return status == 2 and bool(stderr_text.getvalue())
 
 
 def served(*_: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Two rank processes and many requests that store. Says their process ids, then does what its input says: `serve` says
-how long the slowest of 12 requests took."""
+"""Two rank processes and many requests that store. Prints the process ids, then follows commands on its input: `serve`
+prints the time of the slowest of 12 requests."""
 
 from __future__ import annotations
 

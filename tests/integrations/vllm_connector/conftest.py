@@ -1,4 +1,4 @@
-"""Engines around the connector, and what has to hold of each of them in the end."""
+"""Engines with the connector, and the checks at the end of each."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Manager:
         return tuple([block.block_id for block in table] for table in self.get_blocks(request_id).blocks)
 
     def first_needed(self, group: int, stop: int) -> int:
-        """The first block of `group` that the token behind block `stop` reads."""
+        """The first block of `group` that the token after block `stop` reads."""
         window = self.windows[group]
         return max(0, stop * BLOCK - window + 1) // BLOCK if window else 0
 
@@ -128,7 +128,7 @@ class Manager:
         self.tables[request.request_id] = tuple(found)
 
     def has_room(self, request: Request, num_hit: int, num_tokens: int) -> bool:
-        """Whether there are blocks for `num_tokens` behind a hit of `num_hit` blocks."""
+        """Whether there are blocks for `num_tokens` after a hit of `num_hit` blocks."""
         taken = sum(
             self.block_pool.cached[group, request.block_hashes[at]].block_id in self.block_pool.free
             for group in range(len(self.windows))

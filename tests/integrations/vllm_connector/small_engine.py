@@ -1,5 +1,5 @@
-"""A scheduler like vLLM's around the connector: it calls the hooks in vLLM's order. The KV of a token is a hash of all
-tokens up to it, so wrong bytes are seen."""
+"""A scheduler that calls the connector's hooks in vLLM's order. The KV of a token is a hash of all tokens up to it, so
+that wrong bytes are detected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import attrs
 from engine_doubles import BLOCK, PAGE_BYTES, LoraManager, Manager, Request, kv_tensor
-from vllm_described import kv_cache_config, vllm_config
+from vllm_configs import kv_cache_config, vllm_config
 from vllm_doubles import AoffloadConnector, KVConnectorRole, vllm_importable
 
 from aoffload._vllm.messages import Commands
@@ -65,7 +65,7 @@ class SmallEngine:
         self.num_preemptions = 0
         self.alter: Callable[[Commands], Commands] = lambda commands: commands
         """What a test makes of the commands on their way to the workers."""
-        self.told: list[Any] = []
+        self.worker_outputs: list[Any] = []
         """What the workers have told vLLM, step by step."""
         self.wrong: list[str] = []
         self.may_be_off = False
@@ -195,13 +195,13 @@ class SmallEngine:
         for request in ready:
             self.manager.cache(request, request.num_computed_tokens + scheduled[request.request_id])
         num_wrong = len(self.wrong)
-        told = [
+        worker_outputs = [
             self._work(copier, bound, memory, lora, ready, scheduled)
             for copier, memory, lora in zip(self.copiers, self.memories, self.loras, strict=True)
         ]
-        self.told.append(told)
-        self._handle_lost(told)
-        taken_back = self._take_back(ready, {block_id for one in told for block_id in one.invalid})
+        self.worker_outputs.append(worker_outputs)
+        self._handle_lost(worker_outputs)
+        taken_back = self._take_back(ready, {block_id for one in worker_outputs for block_id in one.invalid})
         if taken_back:  # what was computed from these blocks is nobody's
             said = self.wrong[num_wrong:]
             self.wrong[num_wrong:] = [each for each in said if each.partition(" ")[0] not in taken_back]
@@ -209,7 +209,7 @@ class SmallEngine:
             if request.request_id not in taken_back:
                 request.num_computed_tokens += scheduled[request.request_id]
                 self._advance(request)
-        self._handle_over(told)
+        self._handle_over(worker_outputs)
         self.half.steps.ends()  # vLLM asks for statistics here
 
     def _take_back(self, ready: list[Request], invalid: set[int]) -> set[str]:
@@ -239,9 +239,9 @@ class SmallEngine:
         copier.clear_connector_metadata()
         return SimpleNamespace(results=results, invalid=invalid, meta=meta)
 
-    def _handle_lost(self, told: list[Any]) -> None:
-        lost = {name for one in told for name in one.results.failed_recving}
-        invalid = {block_id for one in told for block_id in one.invalid}
+    def _handle_lost(self, worker_outputs: list[Any]) -> None:
+        lost = {name for one in worker_outputs for name in one.results.failed_recving}
+        invalid = {block_id for one in worker_outputs for block_id in one.invalid}
         assert not invalid or len(self.manager.windows) == 1, "ids of blocks are told with one group only"
         for name, request in self.loading.items():
             table = self.manager.block_ids(name)[0]
@@ -253,12 +253,12 @@ class SmallEngine:
             if name in lost or stop is not None:
                 self.failed.add(name)
 
-    def _handle_over(self, told: list[Any]) -> None:
+    def _handle_over(self, worker_outputs: list[Any]) -> None:
         """A load is over when every rank says so, or the scheduler's half of the connector does."""
-        metas = [one.meta for one in told if one.meta is not None]
+        metas = [one.meta for one in worker_outputs if one.meta is not None]
         output = SimpleNamespace(
             kv_connector_worker_meta=reduce(lambda one, other: one.aggregate(other), metas) if metas else None,
-            finished_recving=set.intersection(*(one.results.finished_recving for one in told)),
+            finished_recving=set.intersection(*(one.results.finished_recving for one in worker_outputs)),
         )
         self.connector.update_connector_output(output)
         for name in output.finished_recving:

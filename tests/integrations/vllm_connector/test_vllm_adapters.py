@@ -97,7 +97,7 @@ def test_an_adapter_that_was_evicted_and_has_not_changed_hits(tenant: Callable[.
     engine.loras[0].evict()
     assert say(engine, "again", lora(1)) == HIT
     assert engine.loras[0].num_read == 2
-    assert not any(one.invalid for told in engine.told for one in told), "nothing was taken back"
+    assert not any(one.invalid for step in engine.worker_outputs for one in step), "nothing was taken back"
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -171,7 +171,7 @@ def test_a_load_that_has_landed_under_other_weights_is_lost(tenant: Callable[...
 
 
 def test_what_vllm_has_kept_of_other_weights_is_not_stored(tenant: Callable[..., SmallEngine]) -> None:
-    """Its own cache goes by name and path. What a request computes behind a hit there is cached nowhere, until that
+    """Its own cache goes by name and path. What a request computes after a hit there is cached nowhere, until that
     cache has been emptied."""
     engine = tenant()
     engine.manager.evict_all()

@@ -1,4 +1,4 @@
-"""`load_choice` in vLLM: what of a hit it is told to load, and what it computes."""
+"""`load_choice` in vLLM: the part of a hit that is loaded, and the part that is computed."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_what_was_evicted_is_loaded(warm: Callable[..., SmallEngine]) -> None:
 
 
 def test_what_the_engine_has_is_not_loaded(warm: Callable[..., SmallEngine]) -> None:
-    """The host is asked for what lies behind the engine's own hit."""
+    """The host is asked for what lies after the engine's own hit."""
     engine = warm()
     engine.run(Request("own", TEXT[:13]))
     before = counted(engine, "copied_blocks|load|host")
@@ -53,7 +53,7 @@ def test_a_lost_load_is_computed(
 
 
 def test_what_has_landed_of_a_load_counts(warm: Callable[..., SmallEngine]) -> None:
-    """With one group the engine computes on behind it, in the same blocks."""
+    """With one group the engine computes on after it, in the same blocks."""
     engine = warm()
     copied: list[TransferPlan] = []
 

@@ -1,4 +1,4 @@
-"""A disk below the host memory of the connector: what is fetched from it, what a restart finds, what not."""
+"""A disk below the host memory of the connector: fetches, and the contents after a restart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from engine_doubles import TEXT, Request
 from small_engine import SmallEngine, counted, held
-from vllm_described import kv_cache_config, vllm_config
+from vllm_configs import kv_cache_config, vllm_config
 from vllm_doubles import AoffloadConnector, KVConnectorRole, vllm_importable
 
 from aoffload import ConfigError, Tier
@@ -368,7 +368,7 @@ def test_a_local_model_needs_no_namespace(disk: Callable[..., SmallEngine], tmp_
     for weights in (b"one", b"one", b"two"):
         (model / "model.safetensors").write_bytes(weights)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("vllm_described.MODEL", str(model))
+            patch.setattr("vllm_configs.MODEL", str(model))
             engine = disk(namespace="")
         found.append(counted(engine, "restored_blocks"))
         run(engine, Request("first", TEXT))
@@ -389,8 +389,8 @@ def test_a_transport_without_the_disk_is_refused(disk: Callable[..., SmallEngine
 def test_what_is_given_up_is_told_to_the_disk(disk: Callable[..., SmallEngine]) -> None:
     """Before anything else is copied: the block that a store still reads may be another prompt's by then."""
     engine = disk(store_timeout_s=2)
-    told: list[int] = []
-    engine.workers[0]._transport.give_up = told.append  # type: ignore[union-attr, method-assign]
+    calls: list[int] = []
+    engine.workers[0]._transport.give_up = calls.append  # type: ignore[union-attr, method-assign]
     held_back: list[TransferPlan] = []
     instead(engine, DISK_STORE, lambda plan: held_back.append(plan))
     for number in range(24):
@@ -400,7 +400,7 @@ def test_what_is_given_up_is_told_to_the_disk(disk: Callable[..., SmallEngine]) 
     assert held_back
     engine.now += 2.0
     settle(engine)
-    assert {plan.job_id for plan in held_back} <= set(told)  # others are, too, where a copy takes its time
+    assert {plan.job_id for plan in held_back} <= set(calls)  # others are, too, where a copy takes its time
     engine.alter = lambda commands: commands
     engine.workers[0].start(held_back)
     settle(engine)

@@ -1,4 +1,4 @@
-"""Several KV cache groups: which of them are cached, what a window needs, and what vLLM has of it."""
+"""Several KV cache groups: cached groups, the blocks of a window, and local hits of vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_doubles import BLOCK, TEXT, Manager, Pool, Request
 from small_engine import SmallEngine, counted, held
-from vllm_described import HEADS
+from vllm_configs import HEADS
 from vllm_doubles import interface, vllm_importable
 
 from aoffload import ChunkedLocal, ConfigError, FullAttention, KVCacheGroup, SlidingWindow

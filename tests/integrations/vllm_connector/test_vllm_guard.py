@@ -43,7 +43,7 @@ HOOKS = ["match", "allocated", "step", "_plan_stores", "take", "_take_over", "fi
 def test_an_error_in_any_hook_turns_the_cache_off(
     warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch, hook: str
 ) -> None:
-    """Whoever waits for a load computes, and so do all others; nobody waits for ever, and no block is lost. What
+    """A request that waits for a load computes, and so do all others; none waits for ever, and no block is lost. What
     takes longer than a load is bounded too: some copies wait for room in flight."""
     engine = narrow(warm(num_blocks=40))
     engine.submit(Request("again", TEXT), Request("other", OTHER))

@@ -1,4 +1,4 @@
-"""What identifies the KV of a request."""
+"""The keys that identify the KV of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How vLLM is told that a load has not brought what was promised."""
+"""Reports to vLLM on loads that failed or landed only in part."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def copy_front(engine: SmallEngine, num_blocks: int, outcome: Outcome = Outcome.
     engine.alter = alter
 
 
-def told(engine: SmallEngine) -> tuple[set[str], set[int]]:
+def reported_failures(engine: SmallEngine) -> tuple[set[str], set[int]]:
     """All that the workers have told vLLM: requests whose load failed, and blocks that are invalid."""
-    failed = {name for step in engine.told for one in step for name in one.results.failed_recving}
-    return failed, {block_id for step in engine.told for one in step for block_id in one.invalid}
+    failed = {name for step in engine.worker_outputs for one in step for name in one.results.failed_recving}
+    return failed, {block_id for step in engine.worker_outputs for one in step for block_id in one.invalid}
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CORRUPT])
@@ -42,7 +42,7 @@ def told(engine: SmallEngine) -> tuple[set[str], set[int]]:
 def test_with_one_group_what_has_landed_counts(
     warm: Callable[..., SmallEngine], outcome: Outcome, num_ranks: int
 ) -> None:
-    """vLLM is told the blocks behind it, and no others; it computes on at the first of them, in the same blocks."""
+    """vLLM is told the blocks after it, and no others; it computes on at the first of them, in the same blocks."""
     engine = warm(num_ranks=num_ranks)
     copy_front(engine, 3, outcome)
     request = Request("again", TEXT)
@@ -50,7 +50,7 @@ def test_with_one_group_what_has_landed_counts(
     while not engine.over:
         engine.step()
     assert request.num_computed_tokens == 12
-    assert told(engine) == (set(), set(engine.manager.block_ids("again")[0][3:]))
+    assert reported_failures(engine) == (set(), set(engine.manager.block_ids("again")[0][3:]))
     engine.run()
     assert counted(engine, "lost_tokens") == 16
 
@@ -61,7 +61,7 @@ def test_a_load_that_brought_nothing_is_lost_whole(warm: Callable[..., SmallEngi
     engine = warm(windows=windows, num_blocks=40)
     copy_front(engine, 0)
     engine.run(Request("again", TEXT))
-    assert told(engine) == ({"again"}, set())
+    assert reported_failures(engine) == ({"again"}, set())
 
 
 @pytest.mark.parametrize("windows", [(0, 0), TWO_GROUPS])
@@ -70,7 +70,7 @@ def test_with_several_groups_a_load_is_lost_whole(warm: Callable[..., SmallEngin
     engine = warm(windows=windows, num_blocks=40)
     copy_front(engine, 4)
     engine.run(Request("again", TEXT))
-    assert told(engine) == ({"again"}, set())
+    assert reported_failures(engine) == ({"again"}, set())
     assert counted(engine, "lost_tokens") > 0
 
 
@@ -94,7 +94,7 @@ def test_blocks_that_a_copy_may_still_write_to_are_never_told(warm: Callable[...
         engine.workers[0].copies.end(Completion(plan.job_id, Outcome.UNPROVEN))
     while engine.loading:
         engine.step()
-    assert told(engine) == ({"again"}, set())
+    assert reported_failures(engine) == ({"again"}, set())
     assert not late_ids & set(engine.manager.block_ids("again")[0]), "it computes elsewhere"
     engine.alter = lambda commands: commands
     engine.workers[0].start(late)
@@ -106,7 +106,7 @@ def test_an_unproven_load_keeps_its_blocks_until_late_proof(warm: Callable[..., 
     engine = warm(num_blocks=40)
     plans = instead(engine, lambda plan: Completion(plan.job_id, Outcome.UNPROVEN))
     engine.run(Request("again", TEXT))
-    assert told(engine) == ({"again"}, set())
+    assert reported_failures(engine) == ({"again"}, set())
     assert held(engine) == 7
     engine.alter = lambda commands: commands
     engine.workers[0].start(plans)
@@ -119,5 +119,5 @@ def test_every_worker_says_that_a_load_is_over(warm: Callable[..., SmallEngine],
     engine = warm(num_ranks=num_ranks)
     copy_front(engine, 0)
     engine.run(Request("again", TEXT))
-    over = [[one.results.finished_recving for one in step] for step in engine.told]
+    over = [[one.results.finished_recving for one in step] for step in engine.worker_outputs]
     assert [one for one in over if any(one)] == [[{"again"}] * num_ranks]

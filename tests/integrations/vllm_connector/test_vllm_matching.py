@@ -1,4 +1,4 @@
-"""What vLLM is told when it asks what host memory has, at every try to schedule a request."""
+"""The connector's answers on hits in host memory, at every try to schedule a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the connector counts, and how vLLM shows it."""
+"""The counters of the connector, and their export by vLLM."""
 
 from __future__ import annotations
 

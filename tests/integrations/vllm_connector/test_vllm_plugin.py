@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import pytest
 from engine_doubles import Manager, Request
-from vllm_described import kv_cache_config, vllm_config
+from vllm_configs import kv_cache_config, vllm_config
 from vllm_doubles import CONNECTOR, NAMES, AoffloadConnector, KVConnectorRole, vllm_importable
 
 import aoffload.integrations.vllm as package

@@ -11,7 +11,7 @@ import attrs
 import pytest
 from engine_doubles import TEXT, Request
 from small_engine import SmallEngine, counted, held
-from vllm_described import kv_cache_config, vllm_config
+from vllm_configs import kv_cache_config, vllm_config
 from vllm_doubles import AoffloadConnector, KVConnectorRole, vllm_importable
 
 from aoffload import ConfigError, Tier
@@ -49,7 +49,7 @@ def remote(
 
 @pytest.fixture
 def filled(remote: Callable[..., SmallEngine], store: SimulatedStore) -> Callable[..., SmallEngine]:
-    """Engines behind one that was asked for TEXT twice, and has stored its three cells."""
+    """Engines after one that was asked for TEXT twice, and has stored its three cells."""
     first = remote()
     for name in ("once", "twice"):
         run(first, Request(name, TEXT))

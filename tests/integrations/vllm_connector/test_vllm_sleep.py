@@ -100,7 +100,7 @@ def test_a_worker_may_stop_while_it_sleeps(warm: Callable[..., SmallEngine]) -> 
 
 
 def test_a_load_that_ends_as_the_engine_goes_to_sleep_is_lost(warm: Callable[..., SmallEngine]) -> None:
-    """The worker waits for it. What it has brought is gone with the memory, so nobody computes behind it."""
+    """The worker waits for it. What it has brought is gone with the memory, so nobody computes after it."""
     engine = warm(num_blocks=40)
     gate = Gate(engine)
     engine.submit(Request("again", TEXT))
@@ -132,8 +132,8 @@ def test_a_store_that_ends_as_the_engine_goes_to_sleep_counts(warm: Callable[...
 
 
 def test_a_copy_that_hangs_delays_sleep_no_longer_than_its_time(warm: Callable[..., SmallEngine]) -> None:
-    """Then it is in doubt: the blocks that it writes to are kept until it ends. What waits behind it never starts,
-    whenever it ends, and the cache is off, since nobody knows whether the host memory is let go of."""
+    """Then it is in doubt: the blocks that it writes to are kept until it ends. What waits after it never starts,
+    whenever it ends, and the cache is off, since nobody knows whether the host memory is released."""
     engine = warm(num_blocks=60, num_host_blocks=40, transfer_timeout_s=30)
     engine.run(Request("other", OTHER))
     engine.manager.evict_all()

@@ -1,4 +1,4 @@
-"""What a step carries to the workers, what they do with it, and what a request leaves at its end."""
+"""The metadata of a step for the workers, the work of the workers, and the end of a request."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_preempted_request_that_is_aborted_offers_nothing(engines: Callable[..
 
 
 def test_an_aborted_load_that_has_not_started_is_over(warm: Callable[..., SmallEngine]) -> None:
-    """It waits behind another one for room in flight, and is discarded. vLLM hears of it, or it never frees the blocks
+    """It waits after another one for room in flight, and is discarded. vLLM hears of it, or it never frees the blocks
     of the request; the engine steps until it has."""
     engine = warm(num_blocks=40, num_host_blocks=40)
     engine.run(Request("other", range(100, 130)))
@@ -236,8 +236,8 @@ def test_a_worker_reports_each_end_once(warm: Callable[..., SmallEngine]) -> Non
     assert worker.take_reports() is None
     for number in (90, 91):
         worker.copies.end(Completion(number, Outcome.LANDED, 1))
-    told = worker.take_reports()
-    assert told is not None and [one.job_id for one in told.by_rank[0]] == [90, 91]
+    worker_reports = worker.take_reports()
+    assert worker_reports is not None and [one.job_id for one in worker_reports.by_rank[0]] == [90, 91]
     assert worker.take_reports() is None
 
 
