@@ -1,4 +1,4 @@
-"""An extension: no cache salt may have more than `max_blocks` blocks in host memory.
+"""An extension: commits store at most `max_blocks` blocks of each cache salt in host memory.
 
 Prints:
     blocks in host memory: {'alice': 4, 'bob': 3}, hits: [48, 16, 0, 48]

@@ -11,7 +11,7 @@ JOBS, LOADS = "aoffload._kernel.jobs", "aoffload._kernel.loads"
 _OWNERSHIP = (
     Mutant(
         "landed in part taken for landed",
-        "aoffload._kernel.jobs",
+        "aoffload._kernel.plans",
         "    elif reported is Outcome.LANDED:\n        outcome = Outcome.FAILED\n",
         "",
         "a block counts only if its copy was proven",
@@ -19,7 +19,7 @@ _OWNERSHIP = (
     ),
     Mutant(
         "corrupt block taken for landed",
-        "aoffload._kernel.jobs",
+        "aoffload._kernel.plans",
         "min((num_landed, *corrupt)) if num_landed <= num_blocks else 0",
         "num_landed if num_landed <= num_blocks else 0",
         "a block that is reported as corrupt is never published",
@@ -27,7 +27,7 @@ _OWNERSHIP = (
     ),
     Mutant(
         "more blocks landed than were copied",
-        "aoffload._kernel.jobs",
+        "aoffload._kernel.plans",
         "min((num_landed, *corrupt)) if num_landed <= num_blocks else 0",
         "min((num_landed, *corrupt))",
         "a count that cannot be right proves nothing",

@@ -13,7 +13,7 @@ from .._kernel.extension import Build, LedgerExtension
 from .._kernel.records import LedgerRequest
 from ..errors import InvalidArgument
 from .hints import Hints
-from .learned import Learning, Rulings
+from .learned import LearnedOrder, Learning, Rulings
 from .status import EvictionStatistics
 
 MAX_CATEGORY = 256
@@ -41,8 +41,13 @@ class Eviction(LedgerExtension):
 
     def on_attach(self, ledger: CacheBase) -> None:
         self._ledger, self._cache = ledger, ledger.cache
+        self._take_orders()
         self._rulings = Rulings(ledger.cache, self.learning, ledger.moves)
         self._hints = Hints(ledger.cache, self.learning, self._rulings, ledger.moves)
+
+    def _take_orders(self) -> None:
+        present = {tier: self._cache.tiers[tier].order for tier in self.learning.tiers}
+        self.learning.orders = {tier: order for tier, order in present.items() if isinstance(order, LearnedOrder)}
 
     # -- the verbs ------------------------------------------------------------------------------------------------
 
@@ -91,6 +96,7 @@ class Eviction(LedgerExtension):
 
     def on_reset(self, tier: Tier | None) -> None:
         if tier is None:
+            self._take_orders()
             self._hints.clear()
 
     def ask_next_lapse(self) -> float:

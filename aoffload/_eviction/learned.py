@@ -501,7 +501,7 @@ class Learning:
         """The history of the prompts."""
         self.tiers = tuple(units)
         self.orders: dict[Tier, LearnedOrder] = {}
-        """The present order of each tier whose eviction learns."""
+        """The present order of each tier whose eviction learns. `Eviction` sets it."""
         self.uses: dict[LedgerRequest, tuple[tuple[int, int], ...]] = {}
         """How often the prompt of each live request was requested before, as (stop, number)."""
 
@@ -509,8 +509,7 @@ class Learning:
         guard = self.guards.get(tier)
         if guard is None:
             return LeastRecentlyUsed()
-        self.orders[tier] = order = LearnedOrder(self._times, guard)
-        return order
+        return LearnedOrder(self._times, guard)
 
     @property
     def ruled(self) -> tuple[Tier, ...]:

@@ -61,7 +61,7 @@ from .store_policies import (
     RequestCounts,
     StorePolicies,
     StorePolicy,
-    store_policy_of,
+    store_policy_for,
 )
 from .transfers import CacheTransfers
 
@@ -81,7 +81,7 @@ def built_in(
             found.append(DiskExtension(config.disk, counts))
         if config.remote is not None:
             found.append(RemoteExtension(config.remote, counts))
-    policy = store_policy_of(config.store_policy).for_ledger(layout, num_device_blocks - 1)
+    policy = store_policy_for(config.store_policy, layout, num_device_blocks - 1)
     if type(policy) not in (EagerStore, LazyStore):
         found.append(StorePolicies(policy))
     is_named = type(config.eviction) is str and config.eviction == "learned"

@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self
 
 import attrs
 
-from .._common.arguments import check_int
+from .._common.arguments import check_has, check_int
 from .._config.config import MAX_BLOCKS
 from .._eviction.counts import HitCounts, RecentPrompts
 from .._kernel.base import CacheBase
@@ -189,10 +189,12 @@ class RequestCounts(LedgerExtension):
         return self.counts.stop_of(sequence, limit, 2)
 
 
-def store_policy_of(value: Any) -> StorePolicy:
-    """The policy for `OffloadConfig.store_policy`, which is a name or an object."""
-    if isinstance(value, str):
-        named: dict[str, Any] = {"eager": EagerStore, "lazy": LazyStore, "selective": SelectiveStore, "off": NoStore}
-        policy: StorePolicy = named[value]()
-        return policy
-    return value  # type: ignore[no-any-return]
+def store_policy_for(value: Any, layout: Layout, num_device_blocks: int) -> StorePolicy:
+    """The policy of one ledger, for `OffloadConfig.store_policy`, which is a name or an object."""
+    named: dict[str, Any] = {"eager": EagerStore, "lazy": LazyStore, "selective": SelectiveStore, "off": NoStore}
+    given = named[value]() if isinstance(value, str) else value
+    policy: StorePolicy = given.for_ledger(layout, num_device_blocks)
+    name = "store_policy.for_ledger"
+    check_has(name, policy, "store policy", "seen wanted_stop num_watermark_blocks", ConfigError)
+    check_int("store_policy.num_watermark_blocks", policy.num_watermark_blocks, 0, MAX_BLOCKS, ConfigError)
+    return policy

@@ -124,12 +124,21 @@ class CacheBase:
         if orders and callable(config.eviction):
             raise ConfigError("extensions", "set an eviction order, and so does `eviction`")
 
+        for tier in orders:
+            if tier not in sizes:
+                raise ConfigError("extensions", f"set the eviction order of {tier.name}, which this ledger lacks")
+        latest: dict[Tier, EvictionOrder] = {}
+
         def order_of(tier: Tier) -> EvictionOrder:
             order: EvictionOrder = LeastRecentlyUsed()
+            key = "extensions" if tier in orders else "eviction"
             if tier in orders:
-                order = new_order(orders[tier], "extensions")
+                order = new_order(orders[tier], key)
             elif callable(config.eviction):
-                order = new_order(config.eviction)
+                order = new_order(config.eviction, key)
+            if any(order is other for other in latest.values()):
+                raise ConfigError(key, "made the same order twice: make a new one at each call")
+            latest[tier] = order
             return order
 
         device = make_device(order_of(Tier.DEVICE), moves)
@@ -161,7 +170,7 @@ class CacheBase:
             extension.on_attach(self)
         finally:
             self.hooks.calling = before
-        extension.is_attached = True
+        object.__setattr__(extension, "is_attached", True)  # it may be frozen
         self._extensions.append(extension)
         self.hooks.add(extension, is_trusted=is_trusted)
 
@@ -400,10 +409,11 @@ class CacheBase:
             tiers = [each.tier.name for each in self.cache.tiers if not each.is_outside]
             if check_tier("tier", tier).name not in tiers:
                 raise InvalidArgument("tier", f"must be a tier that this cache can forget: {', '.join(tiers)}")
+        orders = self.cache.new_orders() if tier is None else []  # before any change: a program's factory may raise
         for hook in self.hooks.on_resetting:
             hook(tier)
         if tier is None:
-            self.cache.reset()
+            self.cache.reset(orders)
         else:
             self.cache.reset_tier(tier, self.jobs.unsettled.values())
         for hook in self.hooks.on_reset:

@@ -486,15 +486,19 @@ class PrefixCache:
         part.entomb(position, part.truncate(position))
         self.tiers[part.tier].part_changed(part, first, stop)
 
-    def reset(self) -> None:
+    def new_orders(self) -> list[EvictionOrder]:
+        """An empty eviction order for each tier, for `reset`. Raises what a program's factory raises."""
+        return [self._new_order(tier.tier) for tier in self.tiers]
+
+    def reset(self, orders: Iterable[EvictionOrder]) -> None:
         """Swap the index for an empty one of the next epoch. Unpinned blocks are freed at once, pinned ones when their
         lease ends (`TierBlocks.make_unpinned`)."""
         self.epoch += 1
         self.index = RunIndex(self.layout, self.epoch, self.index.tiers)
-        for tier in self.tiers:
+        for tier, order in zip(self.tiers, orders, strict=True):
             for part in list(tier.order):
                 tier.pool.give(part.clear())
-            tier.order = self._new_order(tier.tier)
+            tier.order = order
             tier.all_cleared(self.epoch)
         # All tiers but an engine-owned device, which is the first, have the same watcher: call it once.
         if (watcher := self.tiers[-1].watcher) is not None:

@@ -43,7 +43,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from inspect import iscoroutinefunction
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from types import MappingProxyType
 from typing import Any
 
@@ -135,7 +135,8 @@ class LedgerExtension:
     # -- questions ------------------------------------------------------------------------------------------------
 
     def ask_store_stop(self, request: LedgerRequest) -> int:
-        """The unit up to which the published blocks of `request` may be stored in the host."""
+        """The unit up to which a commit, an offer or the end of `request` may store its blocks in the host.
+        Preemptions, demotions and lazy stores do not ask."""
         raise NotImplementedError
 
     def ask_load_stop(self, request: LedgerRequest, stop: int) -> int:
@@ -220,9 +221,9 @@ class Build:
     def set_order(self, tier: Tier, make: Callable[[], EvictionOrder]) -> None:
         """Use the eviction order that `make` returns for `tier`."""
         check_callable("make", make)
-        if tier in self.orders:
+        if check_tier("tier", tier) in self.orders:
             raise ConfigError("extensions", f"two of them set the eviction order of {tier.name}")
-        self.orders[check_tier("tier", tier)] = make
+        self.orders[tier] = make
 
 
 def make_tier(build: Build, tier: Tier, order: EvictionOrder) -> TierBlocks:
@@ -245,8 +246,12 @@ def check_extension(extension: object) -> LedgerExtension:
             continue
         if name not in HOOKS:
             raise InvalidArgument("extensions", f"{kind.__name__}.{name} is no hook of LedgerExtension")
-        if iscoroutinefunction(getattr(kind, name)):
+        hook, is_report = getattr(kind, name), name.startswith("on_") and name != "on_invalidated"
+        if iscoroutinefunction(hook) or isasyncgenfunction(hook):
             problem = f"{kind.__name__}.{name} is async: a hook is called, and not awaited"
+            raise InvalidArgument("extensions", problem)
+        if is_report and isgeneratorfunction(hook):
+            problem = f"{kind.__name__}.{name} is a generator, so calling it would run nothing"
             raise InvalidArgument("extensions", problem)
     if extension.is_attached:
         raise InvalidArgument("extensions", f"has a {kind.__name__} that another ledger has: make a new one")

@@ -62,7 +62,7 @@ from .hooks import Hooks
 from .index import Stretch, covered, held_ids, stretches
 from .layout import Component
 from .moves import Moves
-from .plans import Completion, TransferPlan
+from .plans import Completion, TransferPlan, agreeing
 from .pools import TierBlocks
 from .records import NO_LIMIT, Job, Lease, LedgerRequest, Load, Run
 from .states import Direction, JobState, NoEpoch, Outcome, require
@@ -231,7 +231,7 @@ class JobBook:
             outcome = Outcome.FAILED  # what may still arrive proves itself: no block is in doubt here
             completion = attrs.evolve(completion, outcome=outcome)
         if completion.num_landed not in (0, len(plan.source_ids)) or completion.corrupt:
-            completion = _agreeing(completion, plan.num_blocks)
+            completion = agreeing(completion, plan.num_blocks)
             outcome = completion.outcome
         before = job.predecessor
         if before is not None and not before.is_settled and outcome is not Outcome.UNPROVEN:
@@ -468,21 +468,6 @@ class Stores:
         if not is_pin_taken:
             self.cache.release(pin)
         return jobs
-
-
-def _agreeing(completion: Completion, num_blocks: int) -> Completion:
-    """`completion` of a copy of `num_blocks` blocks. If its fields contradict each other, only the blocks that all of
-    them name as proven remain so, because a transport may be third-party code."""
-    reported, num_landed, corrupt = completion.outcome, completion.num_landed, completion.corrupt
-    outcome, num_proven = reported, min((num_landed, *corrupt)) if num_landed <= num_blocks else 0
-    if reported is not Outcome.UNPROVEN and corrupt:
-        outcome = Outcome.CORRUPT
-    elif reported is Outcome.LANDED:
-        outcome = Outcome.FAILED
-    if reported is Outcome.UNPROVEN or (outcome is reported and num_proven == num_landed):
-        return completion
-    problem = f"reported as {reported.value}, with {num_landed} of {num_blocks} blocks and {len(corrupt)} corrupt ones"
-    return attrs.evolve(completion, outcome=outcome, num_landed=num_proven, error=completion.error or problem)
 
 
 def _ticket(load: Load) -> int:

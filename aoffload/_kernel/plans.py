@@ -186,3 +186,20 @@ def check_completion(completion: Completion) -> None:
     duration_s = number_of(completion.duration_s)  # None for NaN, too
     if duration_s is None or duration_s < 0:
         raise InvalidArgument("completion.duration_s", f"must be seconds, got {shown(completion.duration_s)}")
+
+
+def agreeing(completion: Completion, num_blocks: int) -> Completion:
+    """`completion` of a copy of `num_blocks` blocks. If its fields contradict each other, only the blocks that all of
+    them name as proven remain so, because a transport may be third-party code."""
+    reported, num_landed, corrupt = completion.outcome, completion.num_landed, completion.corrupt
+    if reported is Outcome.UNPROVEN or (reported is Outcome.LANDED and num_landed in (0, num_blocks) and not corrupt):
+        return completion
+    outcome, num_proven = reported, min((num_landed, *corrupt)) if num_landed <= num_blocks else 0
+    if corrupt:
+        outcome = Outcome.CORRUPT
+    elif reported is Outcome.LANDED:
+        outcome = Outcome.FAILED
+    if outcome is reported and num_proven == num_landed:
+        return completion
+    problem = f"reported as {reported.value}, with {num_landed} of {num_blocks} blocks and {len(corrupt)} corrupt ones"
+    return attrs.evolve(completion, outcome=outcome, num_landed=num_proven, error=completion.error or problem)

@@ -79,7 +79,7 @@ class PinScope:
         self._session.check_usable()
         if self._pin is not None:
             raise WrongState(f"{self!r} was entered before: make another one")
-        expires_at = anyio.current_time() + self._ttl_s
+        expires_at = self._session.now() + self._ttl_s
         self._pin = self._session.ledger.pins.hold(self._prefix, expires_at=expires_at)
         self._session.worker.watch(expires_at)
         return self
@@ -165,6 +165,7 @@ class _Pending(ABC, Generic[AnyTransfer]):
     async def _wait(self) -> None:
         await anyio.lowlevel.checkpoint_if_cancelled()
         self._session.check_usable()
+        self._session.check_loop()
         while not self.is_over:
             event = anyio.Event()
             self._waiting.add(event)
@@ -320,7 +321,7 @@ class RuntimeEviction(Handle):
         """
         session = self._session
         prefix = session.prefix("eviction.hint", token_ids, identity)
-        expires_at = anyio.current_time() + _time_to_live("expected_s", expected_s)
+        expires_at = session.now() + _time_to_live("expected_s", expected_s)
         found: int = session.ledger.eviction.hint(prefix, expires_at=expires_at, category=category)
         session.worker.watch(expires_at)
         return found
@@ -333,6 +334,7 @@ class RuntimeDisk(Handle):
         """Wait until the runtime has read which blocks an earlier process has left on the disk. Returns the number of
         blocks that it has restored."""
         self._session.check_usable()
+        self._session.check_loop()
         await anyio.lowlevel.checkpoint_if_cancelled()
         work = self._session.disk
         assert work is not None  # without a disk there is no handle

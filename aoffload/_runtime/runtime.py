@@ -498,12 +498,13 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         await self.worker.wait_idle()
 
     async def reset(self, tier: Tier | None = None, timeout_s: float | None = None) -> tuple[int, ...]:
-        """Drop the whole cache, or that of `tier`, and end all pins. Wait for the transfers in flight, whose blocks are
-        not published any more. Returns the ids of the jobs that are not over within `timeout_s` seconds (None: no
-        limit); empty if all are.
+        """Drop the whole cache, or that of `tier`, and end all pins. Wait for the transfers in flight, which publish
+        nothing in a tier that was dropped. Returns the ids of the jobs that are not over within `timeout_s` seconds
+        (None: no limit); empty if all are.
 
-        No request begins to compute with KV from before the reset: a request whose load is not over, because `load`,
-        `resume` or `PendingLoad.wait` has not returned, computes from its first token. Requests whose load is over, or
+        After a reset of the whole cache or of the device, no request begins to compute with KV from before it: a
+        request whose load is not over, because `load`, `resume` or `PendingLoad.wait` has not returned, computes from
+        its first token. After a reset of a lower tier alone, such a load continues. Requests whose load is over, or
         that compute without a load, keep their blocks and continue. If one of them has begun no step and committed
         nothing since its load, a further `load` gives up its old blocks and returns 0. Requests from before the reset
         publish and store nothing any more, unless `tier` is below the device.

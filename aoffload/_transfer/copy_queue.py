@@ -23,7 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from .._common.arguments import check_bool, check_callable, check_has, check_int, check_type
+from .._common.arguments import as_tuple, check_bool, check_callable, check_has, check_int, check_type
 from .._common.tiers import LOWER_TIERS, TIERS, Tier
 from .._config.config import OffloadConfig
 from .._config.tiers import parse_bytes
@@ -298,8 +298,13 @@ class CopyQueue:
 
     def submit(self, plans: Sequence[TransferPlan], after: Fence | None = None) -> None:
         """Queue `plans` (stores wait for `after`) and launch the jobs that the bounds allow now."""
+        if type(plans) is not tuple:
+            plans = as_tuple("plans", plans, "TransferPlan")
         if not plans:
             return  # the common case; queued jobs are launched when a completion lets the bounds allow it
+        for plan in plans:
+            if type(plan) is not TransferPlan:
+                check_type("plans", plan, TransferPlan)
         computed_bytes = 0
         for plan in plans:
             link = self.link(plan.source, plan.destination)
@@ -462,7 +467,7 @@ class CopyQueue:
 
     def give_up(self, job_ids: Iterable[int], error: str) -> None:
         """Stop waiting for these launched jobs, as if their time-out had passed."""
-        wanted = set(job_ids)
+        wanted = {check_int("job_ids", job_id, 0) for job_id in as_tuple("job_ids", job_ids, "int")}
         for link in tuple(self._links.values()):
             if mine := [job_id for job_id in link.in_flight if job_id in wanted]:
                 self._give_up(link, mine, error)

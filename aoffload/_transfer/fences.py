@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import attrs
 
-from .._common.arguments import as_tuple, check_has
+from .._common.arguments import as_tuple, check_has, check_int
 from .._kernel.plans import Completion
 from .._kernel.states import Outcome
 from ..errors import RegionNotLoaded
@@ -98,6 +98,8 @@ class StepFences:
     def ended(self, number: int, fence: Fence | None) -> None:
         """Step `number`, which is `Ledger.num_steps_ended + 1`, ends with `fence`, which is after all compute so far.
         None: no fence could be recorded."""
+        if type(number) is not int:
+            check_int("number", number, 0)
         if number > self._last + 1:
             self._pending.append((self._last + 1, None))  # steps whose ends were not reported
         self._last = max(self._last, number)
@@ -111,6 +113,8 @@ class StepFences:
     def before_load(self, number: int) -> OnlyAfter | None:
         """The fences for a load whose destinations were used by steps up to `number`. None: the load has to wait for
         all compute so far, because the steps are unknown (0), or one of them has no fence."""
+        if type(number) is not int:
+            check_int("number", number, 0)
         self._forget_passed()
         if not 0 < number <= self._last:
             return None

@@ -6,8 +6,9 @@ import math
 import random
 import runpy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -444,12 +445,32 @@ def the_host_again(build: Build) -> None:
     build.add_tier(Tier.HOST, 5, lambda order: TierBlocks(Tier.HOST, ExtentPool(5), order))
 
 
+def order_of_absent_tier(build: Build) -> None:
+    build.set_order(Tier.DISK, LeastRecentlyUsed)
+
+
+def order_of_unhashable_tier(build: Build) -> None:
+    build.set_order([], LeastRecentlyUsed)  # type: ignore[arg-type]
+
+
 def no_function(build: Build) -> None:
     build.when_sized(5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    "add", [no_order, order_of_no_tier, no_blocks, other_blocks, other_tier, no_tier, the_host_again, no_function]
+    "add",
+    [
+        no_order,
+        order_of_no_tier,
+        order_of_absent_tier,
+        order_of_unhashable_tier,
+        no_blocks,
+        other_blocks,
+        other_tier,
+        no_tier,
+        the_host_again,
+        no_function,
+    ],
 )
 def test_what_an_extension_builds_is_checked(add: Callable[[Build], None]) -> None:
     """A tier or an order that cannot work is refused when the ledger is made, by a typed error."""
@@ -470,11 +491,59 @@ def test_a_misspelt_and_an_async_hook_are_refused() -> None:
         async def ask_admit(self, request: Any) -> None:  # type: ignore[override]
             pass
 
+    class Yields(LedgerExtension):
+        async def on_matched(self, request: Any) -> AsyncIterator[None]:  # type: ignore[override]
+            yield
+
+    class Generates(LedgerExtension):
+        def on_matched(self, request: Any) -> Iterator[None]:  # type: ignore[override]
+            yield
+
     config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=16)
     with pytest.raises(InvalidArgument, match=r"extensions: Misspelt\.on_admit is no hook"):
         Ledger(config, 9, extensions=[Misspelt()])
     with pytest.raises(InvalidArgument, match=r"extensions: Waits\.ask_admit is async"):
         Ledger(config, 9, extensions=[Waits()])
+    with pytest.raises(InvalidArgument, match=r"extensions: Yields\.on_matched is async"):
+        Ledger(config, 9, extensions=[Yields()])
+    with pytest.raises(InvalidArgument, match=r"extensions: Generates\.on_matched is a generator"):
+        Ledger(config, 9, extensions=[Generates()])
+
+
+def test_a_frozen_extension_works() -> None:
+    """An extension without state may be frozen."""
+
+    @dataclass(frozen=True)
+    class StoresNothing(LedgerExtension):
+        def ask_store_stop(self, request: Any) -> int:
+            return 0
+
+    driven = Driven(9)
+    driven.ledger = Ledger(driven.ledger.config, 9, extensions=[StoresNothing()])
+    driven.serve(A)
+    assert driven.ledger.statistics().host.num_cached == 0
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_a_reset_whose_factory_of_orders_fails_changes_nothing(num_more: int) -> None:
+    """The orders are made before the first change: a factory that raises, or returns the same order again, is named."""
+    left = iter(range(100))
+
+    def factory() -> LeastRecentlyUsed:
+        if next(left, None) is None:
+            raise OopsError
+        return LeastRecentlyUsed()
+
+    driven = Driven(9, eviction=factory)
+    driven.serve(A)
+    before, left = driven.picture(), iter(range(num_more))
+    with pytest.raises(ConfigError, match="eviction"):
+        driven.ledger.reset()
+    driven.ledger.check_integrity()
+    assert driven.picture() == before
+    one = LeastRecentlyUsed()
+    with pytest.raises(ConfigError, match="the same order"):
+        Driven(9, eviction=lambda: one)
 
 
 def test_an_extension_belongs_to_one_ledger() -> None:

@@ -558,3 +558,19 @@ def test_off_and_one_of_ones_own() -> None:
     driven = Driven(20, store_policy=NoStore())
     driven.serve(A)
     assert in_host(driven) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "members"),
+    [
+        ("store_policy.for_ledger", {"for_ledger": lambda *_: None}),
+        ("store_policy.num_watermark_blocks", {"num_watermark_blocks": "x"}),
+        ("store_policy.num_watermark_blocks", {"num_watermark_blocks": -5}),
+        ("store_policy.num_watermark_blocks", {"num_watermark_blocks": True}),
+    ],
+)
+def test_wrong_answers_of_a_policy_are_refused_by_name(name: str, members: dict[str, Any]) -> None:
+    """A policy that answers wrongly is refused when the ledger is made."""
+    with pytest.raises(ConfigError) as refusal:
+        Driven(20, store_policy=type("Wrong", (EagerStore,), members)())
+    assert refusal.value.argument == name

@@ -370,7 +370,7 @@ def _seldom(parts: Parts, chance: random.Random) -> None:
             parts.cache.reset_tier(tier, parts.jobs.unsettled.values())
             parts.admission.match_again(parts.live)
         case 1 if chance.random() < 0.2:
-            parts.cache.reset()
+            parts.cache.reset(parts.cache.new_orders())
         case 2 if doubtful:
             for job in doubtful:
                 parts.jobs.settle(Completion(job.job_id, Outcome.LANDED))

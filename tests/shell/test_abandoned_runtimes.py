@@ -161,8 +161,12 @@ def test_a_runtime_whose_loop_was_closed_is_left_without_a_wait(tmp_path: Path) 
     runtime = loop.run_until_complete(enter())
     loop.close()
     runtime.check_integrity()
+    pending = runtime.fetches.fetch(range(9))
 
     async def leave() -> None:
+        for wait in (pending.wait, runtime.disk.wait_restored):
+            with pytest.raises(WrongThread, match="event loop"):
+                await wait()
         with pytest.raises(WrongThread, match="event loop"):
             async with runtime.request(range(9)):
                 raise AssertionError("entered")

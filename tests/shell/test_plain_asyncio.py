@@ -219,3 +219,21 @@ async def test_nothing_refers_to_a_finished_request() -> None:
         # The interpreter may still have the last CancelledError, and its traceback, in its hands.
         of_this = [one for one in gc.get_objects() if type(one) is Request and one._runtime is engine.runtime]
         assert len(of_this) <= 1
+
+
+async def test_verbs_in_a_callback_of_the_loop() -> None:
+    """A callback that runs outside of any task may pin, hint and prefetch."""
+    async with with_bytes(64, eviction="learned") as engine:
+        await engine.serve(A)
+        done = asyncio.get_running_loop().create_future()
+
+        def callback() -> None:
+            try:
+                with engine.runtime.pins.hold(A, ttl_s=5.0) as pin:
+                    done.set_result((pin.match.num_tokens, engine.runtime.eviction.hint(A, expected_s=5.0)))
+            finally:
+                done.cancel()  # does nothing if it has its result
+
+        asyncio.get_running_loop().call_soon(callback)
+        num_pinned, num_spared = await done
+        assert num_pinned == num_spared > 0

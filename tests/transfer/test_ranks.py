@@ -26,7 +26,7 @@ from aoffload._transfer.ranks.serving import _Server
 from aoffload._transfer.ranks.transport import JobTally, RankTransport
 from aoffload._transfer.ranks.wire import Completed
 from aoffload._transfer.transport import TransferStatistics, Transport
-from aoffload.errors import ConfigError, TransferRefused, WrongState
+from aoffload.errors import ConfigError, InvalidArgument, TransferRefused, WrongState
 from aoffload.transport import Env
 
 NUM_BLOCKS = 4
@@ -301,6 +301,47 @@ def is_certain(end: Completion | None) -> bool:
 
 def is_news(before: Completion | None, now: Completion | None) -> bool:
     return (before is None) != (now is None) or is_certain(before) != is_certain(now)
+
+
+@pytest.mark.parametrize(
+    ("reports", "outcome", "num_landed"),
+    [
+        ([(Outcome.LANDED, 0, ()), (Outcome.LANDED, 0, ())], Outcome.LANDED, 4),
+        ([(Outcome.LANDED, 9, ()), (Outcome.LANDED, 4, ())], Outcome.FAILED, 0),
+        ([(Outcome.FAILED, 9, ()), (Outcome.LANDED, 4, ())], Outcome.FAILED, 0),
+        ([(Outcome.CORRUPT, 9, ()), (Outcome.LANDED, 4, ())], Outcome.CORRUPT, 0),
+        ([(Outcome.LANDED, 4, (1,)), (Outcome.LANDED, 4, ())], Outcome.CORRUPT, 1),
+        ([(Outcome.FAILED, 3, ()), (Outcome.LANDED, 0, ())], Outcome.FAILED, 3),
+    ],
+)
+def test_a_rank_that_contradicts_itself_proves_no_more_than_in_a_ledger(
+    reports: list[tuple[Outcome, int, tuple[int, ...]]], outcome: Outcome, num_landed: int
+) -> None:
+    """The rule of a ledger for a completion holds for the report of each rank."""
+    for ranks in (reports, reports[:1] if reports[1] == (Outcome.LANDED, 4, ()) else reports):
+        tally = JobTally(len(ranks))
+        tally.begin(1, 4)
+        *_, found = [tally.report(rank, Completion(1, *report)) for rank, report in enumerate(ranks)]
+        assert found is not None and (found.outcome, found.num_landed or 4 * (outcome is Outcome.LANDED)) == (
+            outcome, num_landed,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("job_id", lambda tally: tally.begin([], 1)),
+        ("num_blocks", lambda tally: tally.begin(1, 0)),
+        ("rank", lambda tally: tally.report(-1, Completion(1, Outcome.LANDED))),
+        ("rank", lambda tally: tally.report(2, Completion(1, Outcome.LANDED))),
+        ("completion", lambda tally: tally.report(0, 7)),
+    ],
+)
+def test_wrong_arguments_of_a_tally_are_named(name: str, call: Callable[[JobTally], object]) -> None:
+    """A wrong argument is refused by name, and no report is booked."""
+    with pytest.raises(InvalidArgument) as refusal:
+        call(JobTally(2))
+    assert refusal.value.argument == name
 
 
 # -- fences -------------------------------------------------------------------------------------------------------

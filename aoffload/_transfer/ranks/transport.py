@@ -12,7 +12,7 @@ import attrs
 
 from ..._common.arguments import as_tuple, check_has, check_int, number_of, shown
 from ..._common.env import Env
-from ..._kernel.plans import Completion, TransferPlan
+from ..._kernel.plans import Completion, TransferPlan, agreeing, check_completion
 from ..._kernel.states import Outcome
 from ...errors import ConfigError, DeviceGone, TransferRefused, WrongState
 from ..fences import Fence, OnlyAfter, PassedFence
@@ -32,12 +32,11 @@ def merged(reports: Sequence[Completion], num_blocks: int) -> Completion:
     """One completion from the reports of all ranks about one job of `num_blocks` blocks.
 
     UNPROVEN if any rank reports it; LANDED only if every block landed on every rank. CORRUPT goes before FAILED, since
-    only CORRUPT drops bad blocks from the cache. `num_landed` is the minimum, so no later block is used.
+    only CORRUPT drops bad blocks from the cache. `num_landed` is the minimum, so no later block is used. The fields of
+    each report agree (`agreeing`).
     """
     outcome = next(found for found in _WORST_FIRST if found in {report.outcome for report in reports})
-    num_landed = min(report.num_landed for report in reports)
-    if outcome is Outcome.LANDED and num_landed < num_blocks:
-        outcome = Outcome.FAILED
+    num_landed = min(num_blocks if report.outcome is Outcome.LANDED else report.num_landed for report in reports)
     told = (f"rank {rank}: {report.error}" for rank, report in enumerate(reports) if report.error)
     return Completion(
         reports[0].job_id,
@@ -74,6 +73,7 @@ class JobTally:
         return len(self._jobs)
 
     def begin(self, job_id: int, num_blocks: int) -> None:
+        job_id, num_blocks = check_int("job_id", job_id, 0), check_int("num_blocks", num_blocks, 1)
         self._jobs[job_id] = _Job(num_blocks, [None] * self._num_ranks)
 
     def forget(self, job_id: int) -> bool:
@@ -82,10 +82,13 @@ class JobTally:
 
     def report(self, rank: int, completion: Completion) -> Completion | None:
         """Take the report of `rank`. Returns the completion to deliver if every rank has reported, otherwise None."""
+        check_int("rank", rank, 0, self._num_ranks - 1)
+        check_completion(completion)
         job = self._jobs.get(completion.job_id)
         if job is None:
             return None
-        if self._num_ranks == 1 and completion.outcome is Outcome.LANDED and completion.num_landed >= job.num_blocks:
+        completion = agreeing(completion, job.num_blocks)
+        if self._num_ranks == 1 and completion.outcome is Outcome.LANDED:
             del self._jobs[completion.job_id]  # as most end; a proof counts, whatever was reported before
             return completion
         known = job.reports[rank]
