@@ -315,6 +315,22 @@ _WORKER = (
         "test_what_a_fork_has_brought_to_a_store_is_removed_with_what_it_copied[False]",
     ),
     Mutant(
+        "contradictory report of a rank counts",
+        "aoffload._transfer.ranks.transport",
+        "        completion = agreeing(completion, job.num_blocks)\n",
+        "",
+        "a block counts only if its copy was proven on every rank",
+        test="tests/transfer/test_ranks.py::test_a_rank_that_contradicts_itself_proves_no_more_than_in_a_ledger",
+    ),
+    Mutant(
+        "eviction orders made in the middle of a reset",
+        "aoffload._kernel.base",
+        "orders = self.cache.new_orders() if tier is None else []",
+        "orders = map(self.cache._new_order, [each.tier for each in self.cache.tiers])",
+        "a reset that fails changes nothing",
+        test="tests/core/test_extensions.py::test_a_reset_whose_factory_of_orders_fails_changes_nothing",
+    ),
+    Mutant(
         "age of a planned copy counted from nothing",
         "aoffload._kernel.jobs",
         "now = 0.0 if self.moves.clock is None else self.moves.clock()",
