@@ -1,9 +1,14 @@
 """The campaign: which runs are made of every scenario.
 
-For each scenario and backend: one seed is swept (each client cancelled at its checkpoints and at global steps, every
-fault at its opportunities, once and from then on), schedules next to the fair one are tried, and seeds are sampled with
-nothing or with two injections: cancellations, faults, or one of each. `depth` says how much of each. If a sampled run
-waits at an `await` line of the package at which no cancellation has met a task yet, another run aims one there.
+For each scenario and backend, there are three kinds of runs, and `depth` scales the number of each:
+
+- A sweep of one seed. Clients are cancelled at their checkpoints and at global steps. Faults are injected at their
+  opportunities, either once or from then on.
+- Schedules that deviate from the fair one at up to two points.
+- A sample of other seeds, without injections and with two: two cancellations, two faults, or one of each.
+
+If a sampled run waits at an `await` line of the package where no run has cancelled a task yet, another run cancels a
+task there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Memory of the index with two builds of the core: `python -m proof.index_memory --beside build/compiled/bin/python`.
 
-The same measurement (`benchmarks/memory.py`) in processes of their own, and the compiled one beside the pure one.
+Makes the same measurement (`benchmarks/memory.py`) with each build, each time in a process of its own. The compiled
+core may need at most 5% more memory than the pure one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Two builds of the core in lockstep: `python -m proof.lockstep --beside build/compiled/bin/python`.
 
-Both run the same programs from the same seeds, side by side in processes of their own. After each call, what it said
-and everything that the ledger and its plans are is the same, or the first call after which it is not is printed.
+Both builds run the same programs from the same seeds, side by side, each in a process of its own. After each call, the
+answer and the whole state of the ledger and of its plans must be the same in both. For the first three programs that
+differ, the first call with a difference is printed.
 
 `--base TREE` compares with the source of another commit, in place of another build. Names of fields and the words of
 errors may differ between commits, so only answers, plans and statistics are compared then. With `--beside`, the other

@@ -1,6 +1,7 @@
 """The planted defects: mistakes that a programmer could make here, each breaking a promise of the design.
 
-Many put back an incident that motivated the project. A checker is worth as much as it finds of these.
+Many of them restore the bug behind an incident that motivated the project. They measure the checkers: the more of them
+a checker finds, the better it is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Random programs of public calls: a campaign, and the programs that planted defects are shown to.
+"""Random programs of public calls, for two uses: a campaign on the package as it is, and runs with a planted defect.
 
-Both draw the same programs from the same seeds, so the campaign shows that these break no law without a defect.
+Both draw the same programs from the same seeds, so the campaign shows that they break no law without a defect.
 """
 
 from __future__ import annotations

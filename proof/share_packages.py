@@ -1,7 +1,8 @@
-"""Gives an environment without its own packages those of this one, except aoffload:
+"""Lets another environment import the packages of this one, except aoffload:
 `python proof/share_packages.py build/compiled`.
 
-Beside it comes `tree`, links to all of the clone but the package: who works there imports the one that is installed.
+Also makes the folder `tree` in that environment, with links to the sources of the clone except `aoffload`. A
+program that runs in `tree` imports the `aoffload` that is installed in the environment.
 """
 
 from __future__ import annotations

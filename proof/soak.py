@@ -1,11 +1,13 @@
 """A soak with real threads and real bytes: `python -m proof.soak --backend asyncio`.
 
-Clients have conversations, of which the host holds a quarter and the device less; a tenth of the requests is cancelled
-natively, by scopes, by name, or by deadlines. Every block that a request is told is ready is compared with the bytes of
-its prefix. Every forward and every copy checks that its blocks have kept their owner. With `--device cuda`, forwards
-are launched on a stream, without a wait for their end.
-At rest nothing may be pinned; resident memory and file descriptors must be flat. The soak ends after so many rests, so
-that a slow machine only makes it slow; or, with `--seconds`, at the first rest after that time.
+Clients have conversations. The host has room for a quarter of their KV, and the device for less. Some requests are
+cancelled natively, by a cancel scope, by `Request.cancel` or by `runtime.cancel`, and some have a deadline. Each block
+that a request is told is ready is compared with the bytes of its prefix. Every forward and every copy checks that its
+blocks have kept their owner. With `--device cuda`, forwards are launched on a stream, without a wait for their end.
+
+At each rest, nothing may be pinned. Over all rests, resident memory and the number of file descriptors must not grow.
+The soak ends after `--rests` rests, so on a slow machine it only takes longer. With `--seconds`, it ends at the first
+rest after that time.
 """
 
 from __future__ import annotations

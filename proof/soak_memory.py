@@ -1,5 +1,5 @@
-"""Where a soak has its KV: in host memory, where a forward is over when its call returns, or on a device, where it is
-launched on a stream and the host runs ahead."""
+"""The memory in which a soak keeps its KV. In host memory, a forward is over when its call returns. On a device, a
+forward is launched on a stream, and the host continues before it is over."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Both wheels, each installed in turn in an environment of its own: `python -m proof.wheels build/wheels`.
+"""Compares the pure wheel and the compiled one: `python -m proof.wheels build/wheels`.
 
-Each runs the demo, and its answers are the same bit for bit. Of both wheels in one folder, pip takes
-the compiled one where its interpreter and platform are these, and the pure one elsewhere.
+Each wheel is installed in an environment of its own and runs the demo; the answers must be the same bit for bit. If
+both wheels are in one folder, pip must choose the compiled one for this interpreter and platform, and the pure one for
+others.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def ended_by(command: str, error: OSError) -> int:
 
 
 def check_goes_with(parser: argparse.ArgumentParser, found: argparse.Namespace, pairs: Mapping[str, str]) -> None:
-    """Refuse, as argparse does, each option among the keys of `pairs` that was given without the option that is its
-    value, because it would have no effect."""
+    """Exit with an error of `parser` if an option was given without the option that it needs, because it would have no
+    effect. `pairs` maps each such option to the option that it needs."""
     for option, other in pairs.items():
         is_given = getattr(found, option) != parser.get_default(option)
         if is_given and getattr(found, other) == parser.get_default(other):

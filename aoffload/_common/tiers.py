@@ -1,11 +1,12 @@
 """The tiers: where blocks live.
 
-Blocks move between tiers. Each tier has one tier above it, which its loads fill and which its stores are filled from:
+Blocks move between tiers. Each tier except `DEVICE` has one tier above it. A load copies to the tier above, and a store
+copies from it:
 
     DEVICE  <- loads -  HOST  <- loads -  DISK, CUSTOM, REMOTE
             - stores ->       - stores ->
 
-A hit is in the device and in the host. KV that only a lower tier has is fetched into the host first.
+Only blocks on the device and in the host count for a hit. KV that only a lower tier has is fetched into the host first.
 """
 
 from __future__ import annotations

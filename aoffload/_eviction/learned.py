@@ -1,9 +1,9 @@
 """Learned eviction: evict the blocks that will bring the fewest hits for the space that they take.
 
-**The return times** (`ReturnTimes`). How much time passes until a prefix is requested again (it *returns*). The times
-are counted separately for each *class*: prefixes that were requested once, twice, 3 or 4 times, or more often. The unit
-of time is one requested unit. The age of a unit is the time since its last request. Ages are counted in bins. Each bin
-ends at 1.5 times the age at which the bin before it ends:
+**The return times** (`ReturnTimes`). A prefix *returns* when it is requested again. `ReturnTimes` measures the time
+until a prefix returns, separately for each *class*: prefixes that were requested once, twice, 3 or 4 times, or more
+often. The clock advances by one for each requested unit of tokens. The age of a unit is the time since its last
+request. Ages are counted in bins. Each bin ends at 1.5 times the age at which the bin before it ends:
 
     age      0 |....|......|.........|..............|.....................|  ...
     bin          0     1        2           3                  4

@@ -5,9 +5,9 @@
     computing costs    H                       this request waits for its first token
                        + 2 busy(Q) H           requests after it wait for its forward
 
-All are seconds. L is the time of the copy alone, W the time of the copies queued before it, and A = latency + W + L the
-time until the hit has arrived. H is the time to compute the hit, and Q the time to compute the tokens queued before it.
-busy(t) = t / (t + 0.2 s) is near 0 if little is queued, because then few requests come after this one.
+All times are in seconds. L is the time of the copy alone, W the time of the copies queued before it, and A = latency +
+W + L the time until the hit has arrived. H is the time to compute the hit, and Q the time to compute the tokens queued
+before it. busy(t) = t / (t + 0.2 s) is near 0 if little is queued, because then few requests come after this one.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     eviction order, oldest first:   [being stored | stored | not stored yet | ............]
                                      <-- free blocks + these: the watermark -->
 
-Blocks that stores under way read count as part of the watermark, so these stores pin about `num_blocks` blocks at most.
-An allocation of more blocks than the watermark may evict blocks before they are stored; these blocks are lost.
+The source blocks of stores under way count as part of the watermark, so these stores pin about `num_blocks` blocks at
+most. An allocation of more blocks than the watermark may evict blocks before they are stored; these blocks are lost.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class HostCache(AnyLedger):
         wake: Callable[[], object] = do_nothing,
         **options: Unpack[RequestOptions],
     ) -> HostCacheRequest:
-        """Match `prefix` in host memory and pin the hit, in one step. The hit begins after the first
+        """Match `prefix` in host memory and pin the hit, in one call. The hit begins after the first
         `num_device_tokens` tokens, which are in the engine's own cache. `RequestOptions` documents the options. The
         answer, `request.match`, may be `PENDING`: see `match_again`."""
         if wake is not do_nothing:

@@ -209,8 +209,9 @@ class CacheBase:
 
     def report_errors(self) -> None:
         """From now on, report the errors of the program's extensions to the observer (`WorkerFailed`), and raise none
-        of them. A runtime does so, because the caller of a verb has work of its own to do after it, such as to end a
-        scope or to reset the disk, and must do it whatever an extension does. An interrupt of the process is raised."""
+        of them. A runtime uses this, because after a verb it has work of its own, such as ending a scope or resetting
+        the disk, which must be done even if an extension fails. `KeyboardInterrupt` and `SystemExit` in a hook are the
+        exception: the verb raises `ExtensionError` for them."""
         moves = self.moves
         self.hooks.report_error = lambda error: moves.note(WorkerFailed(error))
 
@@ -330,7 +331,8 @@ class CacheBase:
     def end_invalidation(
         self, readers: tuple[LedgerRequest, ...], wakes: Iterable[Callable[[], object]]
     ) -> tuple[LedgerRequest, ...]:
-        """End a call that returns `readers`. An `ExtensionError` has them, too, because the caller must abort them."""
+        """End a call that returns `readers`. If the call raises an `ExtensionError` instead, the error has the readers,
+        because the caller must abort them."""
         try:
             self.end_call(wakes)
         except ExtensionError as error:

@@ -347,7 +347,8 @@ class PrefixCache:
             self.index.shorten(run, held)
 
     def watch(self, watcher: BlockWatcher) -> None:
-        """Report to `watcher`, too, every change of what is cached, in all tiers but those that are outside."""
+        """Add `watcher`, which is told every change of the cached blocks, except in tiers whose blocks belong to others
+        (`TierBlocks.is_outside`)."""
         self._watch((*self._watchers, watcher))
 
     def unwatch(self, watcher: BlockWatcher) -> None:
@@ -506,8 +507,8 @@ class PrefixCache:
 
     def reset_tier(self, tier: Tier, unsettled: Iterable[Job]) -> None:
         """Make all blocks of one tier unfindable: unpinned blocks are freed at once, pinned ones when their lease ends.
-        The epoch stays, because the runs remain in the other tiers. Of the `unsettled` jobs, all that there are, those
-        to this tier publish nothing."""
+        The epoch stays, because the runs remain in the other tiers. `unsettled` must contain every unsettled job: those
+        that copy to this tier will publish nothing."""
         for job in unsettled:
             if job.plan.destination is tier and job.epoch == self.epoch:
                 self._invalidate(job)
@@ -533,11 +534,11 @@ class PrefixCache:
 
     def withdraw_all(self, wrong: Iterable[Run], unsettled: Iterable[Job]) -> None:
         """Withdraw the `wrong` runs, of any epoch, and all runs after them in the index, whichever request has computed
-        them. A run after a wrong one would be findable again once the wrong one is computed anew. Of the `unsettled`
-        jobs, all that there are, those that bring units of these runs publish nothing.
+        them. A run after a wrong one would be findable again once the wrong one is computed anew. `unsettled` must
+        contain every unsettled job: those that bring units of the withdrawn runs will publish nothing.
 
-        `Part.incoming` does not lead to all of them: a job that copies again from a gap on replaces the jobs that bring
-        the units after the gap."""
+        The caller passes the jobs because `Part.incoming` does not lead to all of them: a job that copies again from a
+        gap on replaces the jobs that bring the units after the gap."""
         for tier in self.tiers:
             tier.free_blocks_invalidated()
         heads = set(wrong)

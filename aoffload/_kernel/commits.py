@@ -1,8 +1,8 @@
 """Commits: publish what a forward has computed, and store it in the host.
 
 A commit names the number of tokens that are computed in all. Whole units are published: they become findable on the
-device, for all requests. `Stores` plans jobs for the units that the host lacks. Last, the windows slide: blocks that
-computing on does not need are given back.
+device, for all requests. `Stores` plans jobs for the units that the host lacks. Last, the windows slide: blocks that no
+later token reads are given back.
 
 Store policies and extensions may lower the unit up to which blocks are stored (`ask_store_stop`). They are asked before
 anything has changed, with a request that looks as if the commit were done. If a program's store policy raises, the

@@ -94,8 +94,8 @@ class LedgerExtension:
         """`request` is about to commit. Raise to refuse the commit."""
 
     def on_published(self, request: LedgerRequest, first: int) -> None:
-        """Called at each commit of a current request. The units from `first` up to `request.published`, of which there
-        may be none, are cached now. Their stores are not planned yet."""
+        """Called at each commit of a request that may publish, because its epoch is current. The units from `first` up
+        to `request.published`, if any, are cached now. Their stores are not planned yet."""
 
     def on_finishing(self, request: LedgerRequest) -> None:
         """`request` is done. Its last stores are not planned yet."""
@@ -118,9 +118,9 @@ class LedgerExtension:
         """Cached blocks were withdrawn because their bytes are wrong. No request has been matched again yet."""
 
     def on_invalidated(self, sequence: TokenSequence, first: int, stop: int) -> list[Job]:
-        """The KV of `sequence` from unit `first` on is wrong, and so is what other requests computed after it. Its
-        units before `stop` were published; `stop` may be `first` where other requests may have published a part of
-        unit `first`. Returns queued jobs to discard."""
+        """The KV of `sequence` from unit `first` on is wrong, and so is all KV that was computed from it. The units of
+        `sequence` before `stop` were published. `stop` may equal `first`: then `sequence` may have only a part of unit
+        `first`, which other requests may have completed and published. Return the queued jobs to discard."""
         return []
 
     def on_resetting(self, tier: Tier | None) -> None:

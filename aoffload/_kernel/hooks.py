@@ -83,7 +83,7 @@ class Hooks:
             setattr(self, name, (*getattr(self, name), hook))
 
     def take_error(self) -> ExtensionError | None:
-        """The first error of the call, which is not raised at the end of a call any more."""
+        """Return and forget the first error of a hook in this call, so that `end_call` does not raise it."""
         error, self.error = self.error, None
         return error
 

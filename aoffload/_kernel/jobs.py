@@ -21,8 +21,8 @@ What a completion may be, and what `JobBook.settle` makes of it:
     corrupt         over for certain, and some bytes differ from what was stored. As failed; in addition, the units of a
                     load whose source is wrong become misses. The source of a store stays: requests compute with it
     contradictory   such as landed with fewer blocks than the plan, or with corrupt blocks among the proven ones. It
-                    counts as failed, or as corrupt if it names corrupt blocks. Proven are only the blocks before the
-                    first corrupt one, and none if more are reported than the plan has
+                    counts as failed, or as corrupt if it names corrupt blocks. Only the blocks before the first corrupt
+                    one are proven, or none if the report names more blocks than the plan has
     unproven        it may still write. Nothing is published. The destination goes into quarantine, and the job is
                     settled: its request computes instead. A later completion that is not unproven ends the quarantine
     early           the predecessor (see Order) is not settled yet. The completion is parked, and the job is settled
@@ -118,8 +118,8 @@ class JobBook:
 
         `units_per_job` replaces the limit of the book. `source_ids`: the blocks to copy from, if the index does not
         know those of `source`. `pin`: a lease on `run` in `destination`, which the last job takes over. `payloads`: one
-        for each plan, in place of those that `destination` makes. Each of these jobs then ends at a multiple of its
-        most units, or at `stop`."""
+        for each plan, in place of those that `destination` makes. With `payloads`, each job ends at a multiple of the
+        limit of units per job, or at `stop`."""
         jobs: list[Job] = []
         cache, is_use = self.cache, destination < source
         from_tier, to_tier, place = (

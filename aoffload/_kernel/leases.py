@@ -1,7 +1,7 @@
 """The leases and the block tables of a request, from the match until the request gives everything back.
 
-**Leases.** A match pins what it found in the same step, so nothing of a hit can be evicted between the match and the
-load. A request has at most one lease a tier, on a path of the index:
+**Leases.** A match pins what it found in the same call, so nothing of a hit can be evicted between the match and the
+load. A request has at most one lease per tier, on a path of the index:
 
     state of the request | device lease                     | host lease
     PINNED, ALLOCATED    | up to `published` (device hit)   | up to `hit_stop`, if it ends after the device hit
@@ -54,7 +54,7 @@ class RequestLeases:
     hooks: Hooks
 
     def pin(self, request: LedgerRequest, *, islands: bool = True) -> None:
-        """Match the known tokens of `request` and lease the hit, in one step. `islands`: see `find_hit`."""
+        """Match the known tokens of `request` and lease the hit, in one call. `islands`: see `find_hit`."""
         cache, unit, lower = self.cache, self.cache.layout.unit_tokens, 0
         hit = self._find(request, islands=islands)
         if hit.stop:

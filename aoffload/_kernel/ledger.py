@@ -5,7 +5,7 @@ One request calls them in this order (`README.md` has the theory):
 
 Verb | state afterwards | what it does
 --- | --- | ---
-`admit` | PINNED | match the prompt and pin the hit, in one step
+`admit` | PINNED | match the prompt and pin the hit, in one call
 `allocate_nowait`, or `queue_allocation` and `accept` | ALLOCATED | take device blocks for the rest of the prompt
 `plan_load` | LOADING, or RUNNING | plan the copies of the host hit; returns plans
 `step` | | hold the blocks of a batch during a forward
@@ -125,11 +125,11 @@ class CoreLedger(CacheBase):
     def admit(
         self, prefix: Prefix, *, request_id: str | None = None, **options: Unpack[RequestOptions]
     ) -> LedgerRequest:
-        """Match `prefix` and pin the hit, in one step. `RequestOptions` documents the options.
+        """Match `prefix` and pin the hit, in one call. `RequestOptions` documents the options.
 
         `reads_cache=False`: use no hit. `store` (all, the prompt only, nothing) and `max_store_tokens` (leading tokens)
-        limit the tokens that may be stored. A request always computes at least one token, so a fully cached prompt hits
-        one block less."""
+        limit the tokens that may be stored. A request always computes at least one token, so the hit of a fully cached
+        prompt of whole units is at least one unit shorter than the prompt."""
         request = self._checked(prefix, request_id, options)
         for ask in reversed(self.hooks.ask_admit):  # the program's own first: a store policy counts what it is asked
             ask(request)
@@ -210,10 +210,10 @@ class CoreLedger(CacheBase):
         """Start loading the host hit onto the device; returns the plans to launch.
 
         The state afterwards says what to do. RUNNING: compute, because there is nothing to wait for. LOADING: wait
-        until `wake` is called, because the load is over then. A request may also become REQUEUED, now or during the
-        load: it has given up all its blocks, because the load fell short and there were no free blocks for the missing
-        units, or because a reset has made the device hit useless. Then `wake` is called when the wait for blocks ends;
-        accept `request.waiter` and call `plan_load` again. For a RUNNING request nothing is planned, but the request is
+        until `wake` is called: the load is over then. A request may also become REQUEUED, now or during the load: it
+        has given up all its blocks, because the load fell short and there were no free blocks for the missing units, or
+        because a reset has made the device hit useless. Then `wake` is called when the wait for blocks ends; accept
+        `request.waiter` and call `plan_load` again. For a RUNNING request nothing is planned, but the request is
         REQUEUED if its load is lost to a reset (`lost_to_reset`).
 
         `max_tokens`: load the hit up to this number of prompt tokens, those of the device hit included; 0 loads

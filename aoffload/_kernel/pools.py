@@ -294,7 +294,7 @@ _COMPUTING = (RequestState.ALLOCATED, RequestState.RUNNING)
 
 
 def absent_tier(tier: Tier) -> TierBlocks:
-    """Keeps the place of `tier`, which is not there, before a tier that is."""
+    """A placeholder for `tier`, which is not configured: the tiers after it in the list keep their numbers."""
     return TierBlocks(tier, ExtentPool(0), LeastRecentlyUsed(), is_outside=True, is_absent=True)
 
 

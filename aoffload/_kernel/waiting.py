@@ -3,7 +3,7 @@
 No call waits. A request that finds too few free blocks leaves a `Waiter` in the queue. `serve_queue` grants blocks to
 waiters; every ledger call that may change the free blocks or the queue ends with it.
 
-**All or nothing.** A waiter gets all blocks that it lacks in one step, or none. An allocation holds no blocks while it
+**All or nothing.** A waiter gets all blocks that it lacks at once, or none. An allocation holds no blocks while it
 waits, so two allocations never wait for each other.
 
 **Order.** There are two lists. A request without block tables waits in the list of allocations (`allocate`). A request

@@ -1,7 +1,7 @@
 """The set of committed prefixes: the hits that a ledger may have. It knows no runs, blocks, tiers or leases.
 
-A prefix that was never committed must never hit. One that was may hit, as long as nobody took it back; it has to, as
-long as nothing was lost either (which is for the test to know).
+A prefix that was never committed must never hit. A committed prefix may hit until it is invalidated or a reset comes.
+It must hit as long as none of its blocks was lost, either; only the test knows whether one was.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A random walk of an engine that keeps its blocks, over every call of the ledger that it may make.
+"""A random walk over every call of `HostCache`, made by an engine that owns its device blocks.
 
-The engine has a pool, reference counts and a prefix cache of its own, and takes the blocks of a request back whenever
-it likes. Each block of both memories holds a tag that says which tokens' KV it is; copies and forwards move tags, and a
-forward that reads what is not right writes what is wrong. After every call the laws of the ledger hold, and what the
-host could hand out is right, unless somebody has yet to take it back.
+The engine has a pool, reference counts and a prefix cache of its own, and may take back the blocks of a request at any
+time. Each block of both memories holds a tag that names the tokens whose KV it holds. Copies move tags, and a forward
+that reads a wrong tag writes wrong tags. After every call, the invariants of the ledger must hold. Unless a failed
+forward still has to be invalidated, every cached host block must also hold the KV of exactly its tokens.
 """
 
 from __future__ import annotations

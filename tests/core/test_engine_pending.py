@@ -1,4 +1,4 @@
-"""Blocks that an engine keeps: asking again, and waiting for what another request brings."""
+"""Engine-owned blocks: requests that are matched again, and requests that wait for blocks that another one loads."""
 
 from __future__ import annotations
 

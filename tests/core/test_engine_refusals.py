@@ -1,4 +1,4 @@
-"""What may not be called, or handed in, where an engine keeps the device blocks: refused by name, nothing changes."""
+"""Engine-owned blocks: illegal calls and invalid arguments raise errors that name them, and change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Forks: another request goes on where one has come to. Full blocks are shared, the rest the engine copies."""
+"""Forks: a new request continues from the present token of another. They share the full blocks; the engine copies the
+other blocks."""
 
 from __future__ import annotations
 

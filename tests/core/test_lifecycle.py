@@ -1,4 +1,4 @@
-"""The state tables: what may follow what, and that nothing else does."""
+"""The state tables: every move that they list is possible, and every other move is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Stores to a remote store: whole cells asked for twice, never twice at a time, and taken back with their KV."""
+"""Stores to a remote store: whole cells that were requested twice. None is stored twice at the same time, and cells
+with invalidated KV are removed."""
 
 from __future__ import annotations
 

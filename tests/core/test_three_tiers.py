@@ -1,7 +1,6 @@
-"""Tiers are a list: the parts of the core, and the verbs of requests, with a third tier under the two of today.
+"""Three tiers: the parts of the core, and the verbs of requests, with a disk below the device and the host.
 
-The third one takes what the second one holds and gives it back: both ways are jobs between two tiers that are not the
-device.
+The disk stores blocks that the host holds, and loads them back into the host. Neither kind of job involves the device.
 """
 
 from __future__ import annotations

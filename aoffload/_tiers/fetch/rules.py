@@ -108,7 +108,7 @@ class Fetches(LedgerExtension):
         return fetch
 
     def match_again(self, request: LedgerRequest) -> PrefixMatch:
-        """Match a PINNED request again and pin the hit, in one step, after a fetch has brought more blocks. Refused
+        """Match a PINNED request again and pin the hit, in one call, after a fetch has brought more blocks. Refused
         while the request is in the wait queue, and once it has device blocks."""
         require(self._ledger.own(request), "match_again", State.PINNED)
         if request.waiter is not None:
