@@ -21,10 +21,26 @@ EXTENSION_MUTANTS = (
     Mutant(
         "error of a hook is never raised",
         HOOKS,
-        "        elif hooks.error is None:\n",
-        "        elif hooks.error is not None:\n",
+        "        elif self.error is None:\n",
+        "        elif self.error is not None:\n",
         "a mistake is not silent",
         test=f"{TESTS}an_error_in_a_hook_names_it_and_harms_nobody",
+    ),
+    Mutant(
+        "eviction order that has failed is still used",
+        HOOKS,
+        "        self._order = None\n        self._hooks.failed",
+        "        self._hooks.failed",
+        "a mistake of an eviction order harms nobody",
+        test=f"{TESTS}an_eviction_order_that_fails_is_not_used_any_more",
+    ),
+    Mutant(
+        "answer of an eviction order believed",
+        HOOKS,
+        "if isinstance(found, Part) and found in self._parts:",
+        "if found is not None:",
+        "a mistake of an eviction order harms nobody",
+        test=f"{TESTS}an_eviction_order_that_fails_is_not_used_any_more",
     ),
     Mutant(
         "verb of a ledger called in a hook",

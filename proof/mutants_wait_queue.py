@@ -181,15 +181,15 @@ _GRANT = """\
                     waiter.granted = self.cache.take(Tier.DEVICE, self.num_missing(request, waiter.num_units))
 """
 _MORE = """\
-                waiter.granted = self.cache.take(Tier.DEVICE, missing)
+                waiter.granted = self.cache.take(Tier.DEVICE, missing)  # before it leaves: a program's pool may raise
 """
 
 _WAKING = (
     Mutant(
         "no wake-up with a grant",
         ADMISSION,
-        f"{_GRANT}                    over.append(waiter)\n",
-        _GRANT,
+        f"{_GRANT}                    allocating.pop(0)\n                    over.append(waiter)\n",
+        f"{_GRANT}                    allocating.pop(0)\n",
         "no hang: whoever is granted room is woken",
     ),
     Mutant(

@@ -74,12 +74,15 @@ def check_has(
     name: str, value: object, kind: str, attributes: str, error: type[InvalidArgument] = InvalidArgument
 ) -> None:
     """Raise unless `value` has the `attributes` of the protocol `kind`. Classes are refused even if they have them."""
+    problem = ", a class: call it" if isinstance(value, type) else ""
     try:
-        found = not isinstance(value, type) and all(hasattr(value, attribute) for attribute in attributes.split())
+        lacking = [attribute for attribute in attributes.split() if not hasattr(value, attribute)]
     except Exception:  # noqa: BLE001 - an object whose attributes raise is no `kind`
-        found = False
-    if not found:
-        raise error(name, f"must be {_a(kind)} ({attributes.replace(' ', ', ')}), got {shown(value)}")
+        lacking = attributes.split()
+    if lacking or problem:
+        if lacking and len(lacking) < len(attributes.split()):
+            problem += f", which lacks {', '.join(lacking)}"
+        raise error(name, f"must be {_a(kind)} ({attributes.replace(' ', ', ')}), got {shown(value)}{problem}")
 
 
 def check_names(call: str, given: Mapping[str, object], known: type) -> None:

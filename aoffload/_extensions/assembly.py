@@ -33,10 +33,10 @@ from .._eviction.status import EvictionStatistics
 from .._kernel.base import CacheBase, groups_of
 from .._kernel.events import Observer
 from .._kernel.extension import LedgerExtension
+from .._kernel.hooks import GuardedOrder
 from .._kernel.layout import Layout
 from .._kernel.ledger import CoreLedger
 from .._kernel.plans import TierStatistics
-from .._kernel.pools import LeastRecentlyUsed
 from .._kernel.protocols import DevicePool
 from .._kernel.records import LedgerRequest
 from .._tiers.disk.extension import DiskExtension
@@ -221,9 +221,9 @@ class AnyLedger(CacheBase):
             hints = f"; {num_hints:,} hint{'' if num_hints == 1 else 's'} in force" if num_hints else ""
             return (f"{found.eviction}{hints}",)
         order = self.cache.tiers[Tier.HOST].order
-        if isinstance(order, LeastRecentlyUsed):
+        if not isinstance(order, GuardedOrder):
             return ()
-        return (f"eviction: an order of the program's own, {plain(type(order).__name__)}",)
+        return (f"eviction: an order of the program's own, {plain(order.name)}",)
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block has exactly one owner and every reference belongs to a lease."""

@@ -46,7 +46,7 @@ from ..errors import ConfigError, DuplicateRequest, ExtensionError, InvalidArgum
 from .cache import PrefixCache
 from .events import Observer, WorkerFailed
 from .extension import Build, LedgerExtension, check_extension, make_tier
-from .hooks import Hooks
+from .hooks import GuardedOrder, Hooks
 from .jobs import JobBook, Stores
 from .layout import Layout
 from .leases import RequestLeases
@@ -116,9 +116,11 @@ class CacheBase:
             Tier.HOST: config.resolve_host_blocks(block_bytes),
         }
         build = Build(config, self.layout, block_bytes, sizes)
-        for extension in added:
+        for number, extension in enumerate(added):
+            build.is_trusted = number < len(added) - len(own)
             extension.on_build(build)
-        for function in build.sized:
+        for function, is_trusted in build.sized:
+            build.is_trusted = is_trusted
             function()
         orders = build.orders
         if orders and callable(config.eviction):
@@ -130,16 +132,13 @@ class CacheBase:
         latest: dict[Tier, EvictionOrder] = {}
 
         def order_of(tier: Tier) -> EvictionOrder:
-            order: EvictionOrder = LeastRecentlyUsed()
-            key = "extensions" if tier in orders else "eviction"
-            if tier in orders:
-                order = new_order(orders[tier], key)
-            elif callable(config.eviction):
-                order = new_order(config.eviction, key)
+            key, factory = ("extensions", orders[tier]) if tier in orders else ("eviction", config.eviction)
+            order: EvictionOrder = new_order(factory, key) if callable(factory) else LeastRecentlyUsed()
             if any(order is other for other in latest.values()):
                 raise ConfigError(key, "made the same order twice: make a new one at each call")
             latest[tier] = order
-            return order
+            is_own = type(order) is not LeastRecentlyUsed and tier not in build.trusted_orders
+            return GuardedOrder(self.hooks, order) if is_own else order
 
         device = make_device(order_of(Tier.DEVICE), moves)
         host = TierBlocks(Tier.HOST, ExtentPool(sizes[Tier.HOST]), order_of(Tier.HOST))
@@ -201,7 +200,8 @@ class CacheBase:
         raise NotImplementedError
 
     def _foreign(self, request: object) -> InvalidArgument:
-        return InvalidArgument("request", f"was not admitted by this ledger: {shown(request)}")
+        advice = "" if isinstance(request, LedgerRequest) else ", which is no LedgerRequest"
+        return InvalidArgument("request", f"was not admitted by this ledger: {shown(request)}{advice}")
 
     end_call: EndsCall
     """End a call whose change is complete: grant blocks to waiters, report the events, and call `wakes`. Every verb

@@ -198,9 +198,14 @@ class Build:
         """Number of blocks of each tier, without the null block. Complete when the functions of `when_sized` are
         called."""
         self._sizes = sizes
-        self.sized: list[Callable[[], object]] = []
+        self.sized: list[tuple[Callable[[], object], bool]] = []
+        """Functions to call, each with `is_trusted` of its extension."""
         self.tiers: dict[Tier, Callable[[EvictionOrder], TierBlocks]] = {}
         self.orders: dict[Tier, Callable[[], EvictionOrder]] = {}
+        self.trusted_orders = set[Tier]()
+        """Tiers whose order is that of a built-in extension."""
+        self.is_trusted = True
+        """Whether the extension that is called is built in."""
 
     def add_tier(self, tier: Tier, num_blocks: int, make: Callable[[EvictionOrder], TierBlocks]) -> None:
         """Add a tier below the host whose blocks are in the index. `make` is called with the eviction order of the
@@ -216,7 +221,7 @@ class Build:
     def when_sized(self, function: Callable[[], object]) -> None:
         """Call `function` once all extensions have added their tiers. It may set eviction orders."""
         check_callable("function", function)
-        self.sized.append(function)
+        self.sized.append((function, self.is_trusted))
 
     def set_order(self, tier: Tier, make: Callable[[], EvictionOrder]) -> None:
         """Use the eviction order that `make` returns for `tier`."""
@@ -224,6 +229,8 @@ class Build:
         if check_tier("tier", tier) in self.orders:
             raise ConfigError("extensions", f"two of them set the eviction order of {tier.name}")
         self.orders[tier] = make
+        if self.is_trusted:
+            self.trusted_orders.add(tier)
 
 
 def make_tier(build: Build, tier: Tier, order: EvictionOrder) -> TierBlocks:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from .._common.arguments import shown
 from .._common.tiers import Tier
 from ..errors import ExtensionError, WrongState
 from .extension import HOOKS, LedgerExtension
-from .records import Job, Lease, LedgerRequest, Run
+from .protocols import EvictionOrder
+from .records import Job, Lease, LedgerRequest, Part, Run
 from .tokens import TokenSequence
 
 MAY_RAISE = (
@@ -87,6 +88,15 @@ class Hooks:
         error, self.error = self.error, None
         return error
 
+    def failed(self, extension: str, name: str, problem: str, cause: BaseException | None) -> None:
+        """Report the error of a program's extension or eviction order, or keep it until the end of the call."""
+        error = ExtensionError(extension, name, problem)
+        error.__cause__ = cause
+        if self.report_error is not None and not isinstance(cause, KeyboardInterrupt | SystemExit):
+            self.report_error(error)
+        elif self.error is None:
+            self.error = error
+
     def refuse_verb(self) -> None:
         """Raise `WrongState` while a hook of a program's extension is running."""
         if self.calling:
@@ -140,14 +150,9 @@ class GuardedHook:
             problem = f"must not answer {shown(answer)}"
         finally:
             hooks.calling = before
-        error = ExtensionError(self._extension, self._name, problem)
-        error.__cause__ = cause
         if self._name in MAY_RAISE:
-            raise error
-        if hooks.report_error is not None and not isinstance(cause, KeyboardInterrupt | SystemExit):
-            hooks.report_error(error)
-        elif hooks.error is None:
-            hooks.error = error
+            raise ExtensionError(self._extension, self._name, problem)
+        hooks.failed(self._extension, self._name, problem, cause)
         return args[1] if self._name == "ask_load_stop" else _NEUTRAL.get(self._name)
 
     def _is_wrong(self, answer: Any) -> bool:
@@ -164,3 +169,72 @@ class GuardedHook:
         if (kind := _MANY.get(self._name)) is not None:
             return type(answer) is not tuple or not all(isinstance(one, kind) for one in answer)
         return False
+
+
+class GuardedOrder:
+    """An eviction order of a program. Its methods are called in the middle of changes, which must be completed. So if a
+    method raises, calls the ledger or answers wrongly, the tier evicts its parts in the order in which they were added
+    from then on, and the error is handled like that of a hook."""
+
+    def __init__(self, hooks: Hooks, order: EvictionOrder) -> None:
+        self.name = type(order).__name__
+        self._hooks = hooks
+        self._order: EvictionOrder | None = order
+        """None once it has failed."""
+        self._parts: dict[Part, None] = {}
+
+    def _call(self, method: str, *parts: Part) -> Any:
+        if self._order is None:
+            return None
+        hooks, before = self._hooks, self._hooks.calling
+        hooks.calling = f"{self.name}.{method}"
+        try:
+            return getattr(self._order, method)(*parts)
+        except BaseException as error:  # noqa: BLE001 - a program's code
+            self._fail(method, f"has raised {error!r}", error)
+            return None
+        finally:
+            hooks.calling = before
+
+    def _fail(self, method: str, problem: str, cause: BaseException | None = None) -> None:
+        self._order = None
+        self._hooks.failed(self.name, method, problem, cause)
+
+    def add(self, part: Part) -> None:
+        self._parts[part] = None
+        self._call("add", part)
+
+    def add_newer(self, part: Part, than: Part) -> None:
+        self._parts[part] = None
+        self._call("add_newer", part, than)
+
+    def add_back(self, part: Part) -> None:
+        self._parts[part] = None
+        self._call("add_back", part)
+
+    def remove(self, part: Part) -> None:
+        del self._parts[part]
+        self._call("remove", part)
+
+    def oldest(self) -> Part | None:
+        found = self._call("oldest")
+        if isinstance(found, Part) and found in self._parts:
+            return found
+        if self._order is not None and (found is not None or self._parts):
+            self._fail("oldest", f"must answer one of its {len(self._parts)} parts, and not {shown(found)}")
+        return next(iter(self._parts), None)
+
+    def are_adjacent(self, older: Part, newer: Part) -> bool:
+        return self._call("are_adjacent", older, newer) is True
+
+    def __iter__(self) -> Iterator[Part]:
+        seen: dict[Part, None] = {}
+        try:
+            for part in () if self._order is None else self._order:
+                if not isinstance(part, Part) or part not in self._parts or part in seen:
+                    raise ValueError(f"yielded {shown(part)}, which is none of its parts, or for the second time")
+                seen[part] = None
+                yield part
+        except Exception as error:  # noqa: BLE001 - a program's code
+            self._fail("__iter__", f"has raised {error!r}", error)
+        yield from [part for part in self._parts if part not in seen]

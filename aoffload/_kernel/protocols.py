@@ -69,8 +69,10 @@ class EvictionOrder(Protocol):
     An order may write `Part.rank`, a number that means nothing to the cache: runs whose parts differ in rank are not
     merged, both halves of a split run have its rank, and a run whose rank is not 0 does not grow.
 
-    The methods must not raise: they are called in the middle of changes. After an error the blocks of the tier may be
-    lost, and the runtime turns the cache off."""
+    The methods must neither raise nor call the ledger, because they are called in the middle of changes. If one does,
+    or answers wrongly, the tier no longer uses the order: it evicts its parts in the order in which they were added.
+    The error is handled like that of a hook: the call is completed, and then raises `ExtensionError`, which a runtime
+    reports instead."""
 
     def add(self, part: Part) -> None:
         """`part` was just unpinned."""
@@ -88,7 +90,9 @@ class EvictionOrder(Protocol):
 
     def remove(self, part: Part) -> None: ...
 
-    def oldest(self) -> Part | None: ...
+    def oldest(self) -> Part | None:
+        """The part to evict from next. None only if the order has no parts."""
+        ...
 
     def are_adjacent(self, older: Part, newer: Part) -> bool:
         """Whether `newer` is evicted right after `older`, so that the cache may merge their runs. An order that always

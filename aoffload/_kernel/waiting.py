@@ -266,11 +266,11 @@ class Admission:
     def serve_queue(self, wakes: Iterable[Callable[[], object]] = ()) -> None:
         """Grant what can be granted, in order, then call the `wake` of each waiter that is over, then `wakes`."""
         over: list[Waiter] = []
-        if self.queue.allocating or self.queue.extending:
-            self._serve(over)
-        self.moves.report()
         rest = chain(map(_wake_of, over), wakes)
         try:
+            if self.queue.allocating or self.queue.extending:
+                self._serve(over)
+            self.moves.report()
             for wake in rest:  # after all decisions: `wake` may call the ledger
                 wake()
         except BaseException:
@@ -298,8 +298,8 @@ class Admission:
             if missing > device.num_available and allocating:
                 self._forget_match(allocating[0].request)  # an allocation must not block an extension
             if missing <= device.num_available:
+                waiter.granted = self.cache.take(Tier.DEVICE, missing)  # before it leaves: a program's pool may raise
                 extending.pop(0)
-                waiter.granted = self.cache.take(Tier.DEVICE, missing)
                 over.append(waiter)
                 continue
             if self.others_hold_blocks():
@@ -320,8 +320,8 @@ class Admission:
             if waiter.changes_seen != device.num_changes or waiter.num_missing <= device.num_available:
                 self.request_leases.refresh_match(request)  # in the step that grants
                 if self._has_blocks(request, waiter.num_units):
-                    allocating.pop(0)
                     waiter.granted = self.cache.take(Tier.DEVICE, self.num_missing(request, waiter.num_units))
+                    allocating.pop(0)
                     over.append(waiter)
                     continue
                 if (error := self._never_fits(request, waiter.num_units)) is not None:  # it fitted with a longer hit

@@ -364,5 +364,5 @@ def check_block_sizes(transport: object, groups: Sequence[GroupLike]) -> None:
         if len(region.block_shape) >= MIN_TELLING_AXES and sizes.isdisjoint(region.block_shape):
             wanted = " or ".join(map(str, sorted(sizes)))
             problem = f"a block of region {number} is {list(region.block_shape)}, where no axis counts {wanted} tokens"
-            advice = "see block_size, and block_axis of KVRegion.of; KVRegion(tensor, stride, bytes) is not compared"
+            advice = "see block_size, and block_axis of KVRegion.of; a KVRegion with a size in bytes is not checked"
             raise RegionError("kv_caches", f"{problem}: {advice}")

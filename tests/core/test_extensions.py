@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from driving import BLOCK, ROOT, Driven, prompt
+from driving import BLOCK, ROOT, Driven, prompt, write_back
 from engine_driving import EngineDriven
 
 from aoffload import (
@@ -29,7 +30,7 @@ from aoffload import (
 from aoffload._host_cache.host_cache import HostCache
 from aoffload._kernel.extension import HOOKS
 from aoffload._kernel.pools import ExtentPool, LeastRecentlyUsed, TierBlocks
-from aoffload._kernel.records import Job
+from aoffload._kernel.records import Job, Part
 from aoffload.errors import CommitError, WrongState
 from aoffload.ledger import Build, ExtensionError, JobState, LedgerExtension, Outcome, Prefix, Root, TransferPlan
 from proof.programs.random_extension import RandomExtension
@@ -670,3 +671,93 @@ def test_the_eviction_order_of_the_example_keeps_prefixes_longest(layout: str) -
                 assert before not in at or at[before] > at[part]
             most |= Counter(part.rank for part in parts)
     assert most[1] > 5 and most[2] > 5
+
+
+class Fails(LeastRecentlyUsed):
+    """Fails at call number `at` of the method `named`, in the way `how`."""
+
+    def __init__(self, named: str, at: int, how: Callable[[], object]) -> None:
+        super().__init__()
+        self._named, self._left, self._how = named, at, how
+
+    def _or_fail(self, name: str, *parts: Any) -> Any:
+        self._left -= name == self._named
+        if name == self._named and not self._left:
+            return self._how()
+        return getattr(LeastRecentlyUsed, name)(self, *parts)
+
+    def add(self, part: Part) -> None:
+        self._or_fail("add", part)
+
+    def add_newer(self, part: Part, than: Part) -> None:
+        self._or_fail("add_newer", part, than)
+
+    def add_back(self, part: Part) -> None:
+        self._or_fail("add_back", part)
+
+    def remove(self, part: Part) -> None:
+        self._or_fail("remove", part)
+
+    def oldest(self) -> Any:
+        return self._or_fail("oldest")
+
+    def are_adjacent(self, older: Part, newer: Part) -> bool:
+        return bool(self._or_fail("are_adjacent", older, newer))
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self._or_fail("__iter__"))
+
+
+def oops() -> object:
+    raise OopsError
+
+
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize(
+    ("named", "how"),
+    [
+        *[(name, oops) for name in ("add", "add_newer", "add_back", "remove", "oldest", "are_adjacent", "__iter__")],
+        ("oldest", lambda: None),
+        ("oldest", lambda: 5),
+    ],
+)
+def test_an_eviction_order_that_fails_is_not_used_any_more(named: str, at: int, how: Callable[[], object]) -> None:
+    """Nothing is lost: the call is completed, and says which method has failed; all requests are served, in the order
+    in which their blocks were released."""
+    driven, errors = Driven(12, 20, eviction=lambda: Fails(named, at, how), store_policy="lazy"), list[str]()
+    rng = random.Random(1)
+    for _ in range(60):
+        tokens = [*prompt(rng.randrange(2), 8), *prompt(2 + rng.randrange(3), rng.choice((4, 12)))]
+        for call in (lambda: driven.serve(tokens), lambda: driven.land(write_back(driven.ledger))):  # noqa: B023
+            try:
+                call()
+            except ExtensionError as error:
+                errors.append(error.hook)
+                for request in tuple(driven.ledger.live_requests.values()):
+                    driven.ledger.release(request)
+            driven.ledger.check_integrity()
+    assert set(errors) == {named}
+    waiting = driven.admit(prompt(9, 44))
+    driven.ledger.allocate_nowait(waiting)
+    assert driven.release(waiting) is not None and driven.ledger.statistics().device.num_pinned == 0
+
+
+def test_an_eviction_order_that_fails_makes_nobody_wait() -> None:
+    """The waiters of a call in which an order fails get their blocks."""
+    order: list[Fails] = []
+
+    def factory() -> Fails:
+        order.append(Fails("oldest", 1, oops))
+        return order[-1]
+
+    driven, woken = Driven(8, 0, eviction=factory), list[int]()
+    first = driven.running(prompt(1, 32))
+    driven.commit(first)
+    waiters = [
+        driven.ledger.queue_allocation(driven.admit(prompt(number, 16)), wake=partial(woken.append, number))
+        for number in (2, 3)
+    ]
+    with pytest.raises(ExtensionError, match=r"Fails\.oldest has raised OopsError"):
+        driven.ledger.release(first)
+    assert woken == [2, 3] and all(waiter.granted is not None for waiter in waiters)
+    driven.ledger.check_integrity()
