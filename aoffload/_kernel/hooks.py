@@ -1,4 +1,4 @@
-"""The hooks of a ledger's extensions: for each hook, the bound methods of the extensions that override it."""
+"""A program's code that the kernel calls: the hooks of its extensions, and its eviction orders. Both are guarded."""
 
 from __future__ import annotations
 
