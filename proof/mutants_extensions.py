@@ -43,6 +43,31 @@ EXTENSION_MUTANTS = (
         test=f"{TESTS}an_eviction_order_that_fails_is_not_used_any_more",
     ),
     Mutant(
+        "eviction order calls the ledger while it yields its parts",
+        HOOKS,
+        'hooks.calling = f"{self.name}.__iter__"',
+        "hooks.calling = before",
+        "no call begins in the middle of another",
+        test=f"{TESTS}an_order_whose_iteration_fails_harms_no_reset",
+    ),
+    Mutant(
+        "error of an eviction order is raised by a later call",
+        "aoffload._kernel.ledger",
+        "        if self.hooks.error is not None:  # of an eviction order\n            self.hooks.fail()\n",
+        "",
+        "nobody else is harmed",
+        test=f"{TESTS}the_call_in_which_an_order_fails_raises",
+    ),
+    Mutant(
+        "blocks for a match refused after a corrupt copy",
+        "aoffload._host_cache.host_cache",
+        "            if stop == wanted:\n",
+        "            if True:\n",
+        "no load raises because a copy failed",
+        test="tests/core/test_engine_failed_loads.py::"
+        "test_blocks_that_were_right_for_the_match_are_right_after_a_corrupt_copy",
+    ),
+    Mutant(
         "verb of a ledger called in a hook",
         HOOKS,
         "        if self.calling:\n            raise",

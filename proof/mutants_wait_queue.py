@@ -181,7 +181,7 @@ _GRANT = """\
                     waiter.granted = self.cache.take(Tier.DEVICE, self.num_missing(request, waiter.num_units))
 """
 _MORE = """\
-                waiter.granted = self.cache.take(Tier.DEVICE, missing)  # before it leaves: a program's pool may raise
+                waiter.granted = self.cache.take(Tier.DEVICE, missing)
 """
 
 _WAKING = (

@@ -44,6 +44,8 @@ def check_integrity(ledger: CacheBase, queue: WaitQueue | None = None) -> None:
         _check_tables(request)
     if queue is not None:
         _check_queue(queue)
+    if (error := hooks.take_error()) is not None:  # of an eviction order that has yielded its parts here
+        raise error
 
 
 def demand(law: bool, message: str, *about: object) -> None:

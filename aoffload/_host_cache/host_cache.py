@@ -271,9 +271,17 @@ class HostCache(AnyLedger):
             elif self.lost_to_reset(request):
                 call_all(iter(self._falls_short(request, self.arrivals.under_way[request].start)))
             return []
-        start = request.engine_tokens // self.cache.layout.unit_tokens
-        stop = self.matches.held_stop(request, start, limit // self.cache.layout.unit_tokens)
-        ids = self._destinations(into, start, stop) if stop > start else []
+        start, wanted = (tokens // self.cache.layout.unit_tokens for tokens in (request.engine_tokens, limit))
+        stop = self.matches.held_stop(request, start, wanted)
+        try:
+            ids = self._destinations(into, start, stop) if stop > start else []
+        except InvalidArgument:
+            # A corrupt block may have shortened the hit since the match. If `into` is right for the match, but has no
+            # blocks for the windows at the earlier end, nothing is loaded.
+            if stop == wanted:
+                raise
+            self._destinations(into, start, wanted)
+            stop, ids = start, []
         self.moves.request(request, State.ALLOCATED)
         if self.cache.layout.windows:
             firsts = enumerate(self.cache.layout.starts(stop))

@@ -89,8 +89,9 @@ class EngineIds:
         try:
             part = read(group, first, last)
             ids = array("i", part) if type(part) is list else _as_ids(part)
-        except Exception:  # noqa: BLE001 - whatever a foreign sequence raises
-            raise InvalidArgument(self.name, f"must be block ids, got {shown(part)}") from None
+        except Exception as error:
+            problem = f"must be block ids, got {shown(part)} ({type(error).__name__})"
+            raise InvalidArgument(self.name, problem) from error
         if not _are_rows(ids, self.num_rows):
             wrong = next(block_id for block_id in ids if not 0 <= block_id < self.num_rows)
             raise InvalidArgument(self.name, f"must lie in [0, {self.num_rows}), got {wrong}")

@@ -228,13 +228,27 @@ class GuardedOrder:
         return self._call("are_adjacent", older, newer) is True
 
     def __iter__(self) -> Iterator[Part]:
+        """All parts: those that the order yields, then those that it leaves out."""
         seen: dict[Part, None] = {}
-        try:
-            for part in () if self._order is None else self._order:
-                if not isinstance(part, Part) or part not in self._parts or part in seen:
-                    raise ValueError(f"yielded {shown(part)}, which is none of its parts, or for the second time")
-                seen[part] = None
-                yield part
-        except Exception as error:  # noqa: BLE001 - a program's code
-            self._fail("__iter__", f"has raised {error!r}", error)
+        parts = self._call("__iter__")
+        while self._order is not None:
+            part = self._next(parts)
+            if part is None:
+                break
+            if not isinstance(part, Part) or part not in self._parts or part in seen:
+                self._fail("__iter__", f"yields {shown(part)}, which is none of its parts, or one for the second time")
+                break
+            seen[part] = None
+            yield part
         yield from [part for part in self._parts if part not in seen]
+
+    def _next(self, parts: Any) -> Any:
+        hooks, before = self._hooks, self._hooks.calling
+        hooks.calling = f"{self.name}.__iter__"
+        try:
+            return next(parts, None)
+        except BaseException as error:  # noqa: BLE001 - a program's code
+            self._fail("__iter__", f"has raised {error!r}", error)
+            return None
+        finally:
+            hooks.calling = before

@@ -170,9 +170,12 @@ class CoreLedger(CacheBase):
     def extend_nowait(self, request: LedgerRequest, num_tokens: int) -> Extension:
         """Extend the block table to `num_tokens` in all. `OutOfBlocks` changes nothing."""
         try:
-            return self.admission.extend_nowait(self.own(request), num_tokens)
+            added = self.admission.extend_nowait(self.own(request), num_tokens)
         finally:
             self.moves.report()
+        if self.hooks.error is not None:  # of an eviction order
+            self.hooks.fail()
+        return added
 
     def queue_extension(
         self, request: LedgerRequest, num_tokens: int, wake: Callable[[], object] = do_nothing

@@ -14,7 +14,10 @@ from .records import Part
 
 
 class DevicePool(Protocol):
-    """The free ids of the device blocks. By default a `FreeList`."""
+    """The free ids of the device blocks. By default a `FreeList`.
+
+    The methods are called in the middle of changes, and their answers are not checked. So they must not raise. If one
+    does, blocks may be lost and requests may wait forever: close the runtime, or make a new ledger."""
 
     @property
     def num_blocks(self) -> int:

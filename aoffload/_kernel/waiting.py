@@ -298,7 +298,7 @@ class Admission:
             if missing > device.num_available and allocating:
                 self._forget_match(allocating[0].request)  # an allocation must not block an extension
             if missing <= device.num_available:
-                waiter.granted = self.cache.take(Tier.DEVICE, missing)  # before it leaves: a program's pool may raise
+                waiter.granted = self.cache.take(Tier.DEVICE, missing)
                 extending.pop(0)
                 over.append(waiter)
                 continue

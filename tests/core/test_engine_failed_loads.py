@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from engine_driving import EngineDriven, Seen, destinations, loaded, prompt
 
-from aoffload import KVCacheGroup, OffloadConfig, RequestState, SlidingWindow
-from aoffload.errors import ConfigError
+from aoffload import HostCache, KVCacheGroup, OffloadConfig, RequestState, SlidingWindow
+from aoffload.errors import ConfigError, InvalidArgument
 from aoffload.host_cache import LoadsPaused, LoadsResumed
-from aoffload.ledger import Completion, Event, LedgerRequest, Outcome, Prefix, TransferPlan
+from aoffload.ledger import Completion, Event, LedgerRequest, Outcome, Prefix, Root, TransferPlan
 
 A, B, C = (prompt(seed, 17) for seed in (1, 2, 3))
 S = RequestState
@@ -211,3 +213,47 @@ def test_a_ledger_says_until_when_it_answers_pending() -> None:
     driven.now = until
     assert driven.ask(retried) == (0, 16, "hit") and driven.ledger.pending_until(retried) == float("inf")
     assert driven.ledger.lookup(Prefix.of(retried.sequence.root, A)).num_host_tokens == 16
+
+
+class NoBlocks:
+    """The blocks of an engine, which keeps them all."""
+
+    def hold(self, block_ids: object) -> None: ...
+
+    def give(self, block_ids: object) -> None: ...
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_blocks_that_were_right_for_the_match_are_right_after_a_corrupt_copy(is_right: bool) -> None:
+    """Another request's copy finds a corrupt block of a hit that was matched before. A load whose `into` has window
+    blocks at the end of that hit loads nothing, and the request computes. A wrong `into` is refused, as before."""
+    groups = [KVCacheGroup("full", block_size=2), KVCacheGroup("window", SlidingWindow(3), block_size=2)]
+    cache = HostCache(OffloadConfig(groups=groups, num_host_blocks=64), 100, NoBlocks(), clock=lambda: 0.0)
+    tokens = list(range(17))
+
+    def land(plans: Sequence[TransferPlan], bad: int = -1) -> None:
+        for number, plan in enumerate(plans):
+            cache.launch(plan.job_id)
+            outcome, corrupt = (Outcome.CORRUPT, (0,)) if number == bad else (Outcome.LANDED, ())
+            cache.settle(Completion(plan.job_id, outcome, corrupt=corrupt))
+
+    for stop in range(4, 18, 2):  # each stores the window at its end
+        request = cache.admit(Prefix.of(Root("m"), tokens[: stop + 1]), num_device_tokens=stop)
+        land(cache.plan_load(request))
+        tables = [range(1, stop // 2 + 1), range(20, 20 + stop // 2)]
+        land(cache.offer(request, stop, tables, is_last=True))
+        cache.release(request)
+    first = cache.admit(Prefix.of(Root("m"), tokens))
+    second = cache.admit(Prefix.of(Root("m"), [*tokens[:14], 77, 78]), num_device_tokens=2)
+    assert second.match.num_tokens == 14
+    land(cache.plan_load(first, into=[range(1, 9), range(20, 28)], max_job_bytes=1), bad=4)
+    window = [0] * 5 + [65, 66]  # what is read to go on at token 14
+    full = list(range(40, 47)) if is_right else [40, 41, 0, 43, 44, 45, 46]
+    if is_right:
+        assert not cache.plan_load(second, into=[full, window])
+        assert (second.state, second.num_computed_tokens) == (S.RUNNING, 2)
+    else:
+        with pytest.raises(InvalidArgument, match="into"):
+            cache.plan_load(second, into=[full, window])
+        assert second.state is S.PINNED
+    cache.check_integrity()

@@ -761,3 +761,46 @@ def test_an_eviction_order_that_fails_makes_nobody_wait() -> None:
         driven.ledger.release(first)
     assert woken == [2, 3] and all(waiter.granted is not None for waiter in waiters)
     driven.ledger.check_integrity()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, OopsError])
+@pytest.mark.parametrize("calls", [False, True])
+def test_an_order_whose_iteration_fails_harms_no_reset(error: type[BaseException], calls: bool) -> None:
+    """A reset is completed, whatever the order raises while it yields its parts, and the order calls no verb then."""
+    ledgers: list[Ledger] = []
+
+    class Yields(LeastRecentlyUsed):
+        def __iter__(self) -> Iterator[Part]:
+            for part in super().__iter__():
+                yield part
+                if ledgers and calls:
+                    ledgers[0].reset()
+                if ledgers:
+                    raise error
+
+    driven = Driven(12, eviction=Yields)
+    for number in range(3):
+        driven.serve(prompt(number, 8))
+    ledgers.append(driven.ledger)
+    with pytest.raises(ExtensionError, match=r"Yields\.__iter__ has raised") as caught:
+        driven.ledger.reset()
+    assert isinstance(caught.value.__cause__, WrongState if calls else error)
+    driven.ledger.check_integrity()
+    assert driven.ledger.statistics().host.num_free == 16
+
+
+def test_the_call_in_which_an_order_fails_raises() -> None:
+    """No later call raises the error: `extend_nowait` and `check_integrity` raise their own."""
+    driven = Driven(8, 0, eviction=lambda: Fails("oldest", 1, oops))
+    driven.release(driven.running(prompt(1, 4)))
+    request = driven.running(prompt(1, 16))
+    driven.commit(request)
+    driven.release(request)
+    request = driven.running(prompt(2, 16))
+    with pytest.raises(ExtensionError, match=r"Fails\.oldest"):
+        driven.ledger.extend_nowait(request, 32)
+    driven.admit(A)
+    driven = Driven(8, 0, eviction=lambda: Fails("__iter__", 1, oops))
+    with pytest.raises(ExtensionError, match=r"Fails\.__iter__"):
+        driven.ledger.check_integrity()
+    driven.ledger.check_integrity()

@@ -330,7 +330,13 @@ def test_a_rank_that_contradicts_itself_proves_no_more_than_in_a_ledger(
 @pytest.mark.parametrize(
     ("name", "call"),
     [
+        ("num_ranks", lambda _: JobTally(0)),
+        ("num_ranks", lambda _: JobTally("x")),  # type: ignore[arg-type]
         ("job_id", lambda tally: tally.begin([], 1)),
+        ("job_id", lambda tally: [tally.begin(1, 1) for _ in range(2)]),
+        ("job_id", lambda tally: tally.forget([])),
+        ("rank", lambda tally: tally.lose(2, "died")),
+        ("reason", lambda tally: tally.lose(0, 7)),
         ("num_blocks", lambda tally: tally.begin(1, 0)),
         ("rank", lambda tally: tally.report(-1, Completion(1, Outcome.LANDED))),
         ("rank", lambda tally: tally.report(2, Completion(1, Outcome.LANDED))),

@@ -10,11 +10,11 @@ from typing import Self
 
 import attrs
 
-from ..._common.arguments import as_tuple, check_has, check_int, number_of, shown
+from ..._common.arguments import as_tuple, check_has, check_int, check_text, number_of, shown
 from ..._common.env import Env
 from ..._kernel.plans import Completion, TransferPlan, agreeing, check_completion
 from ..._kernel.states import Outcome
-from ...errors import ConfigError, DeviceGone, TransferRefused, WrongState
+from ...errors import ConfigError, DeviceGone, InvalidArgument, TransferRefused, WrongState
 from ..fences import Fence, OnlyAfter, PassedFence
 from ..transport import PinProgress, ReportsPinning, TransferStatistics
 from .process import spawn_ranks
@@ -65,7 +65,7 @@ class JobTally:
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+        self._num_ranks = check_int("num_ranks", num_ranks, 1)
         self._jobs: dict[int, _Job] = {}
 
     def __len__(self) -> int:
@@ -74,11 +74,13 @@ class JobTally:
 
     def begin(self, job_id: int, num_blocks: int) -> None:
         job_id, num_blocks = check_int("job_id", job_id, 0), check_int("num_blocks", num_blocks, 1)
+        if job_id in self._jobs:
+            raise InvalidArgument("job_id", f"is {job_id}, a job that is not over on all ranks")
         self._jobs[job_id] = _Job(num_blocks, [None] * self._num_ranks)
 
     def forget(self, job_id: int) -> bool:
         """Undo `begin`. Returns whether the job was still open, so that no outcome of it was delivered."""
-        return self._jobs.pop(job_id, None) is not None
+        return self._jobs.pop(check_int("job_id", job_id, 0), None) is not None
 
     def report(self, rank: int, completion: Completion) -> Completion | None:
         """Take the report of `rank`. Returns the completion to deliver if every rank has reported, otherwise None."""
@@ -99,6 +101,8 @@ class JobTally:
 
     def lose(self, rank: int, reason: str) -> list[Completion]:
         """`rank` is dead, which proves its copies over. Returns the completions to deliver."""
+        check_int("rank", rank, 0, self._num_ranks - 1)
+        check_text("reason", reason)
         ends = (Completion(job_id, Outcome.FAILED, error=reason) for job_id in tuple(self._jobs))
         told = (self.report(rank, end) for end in ends)
         return [completion for completion in told if completion is not None]
