@@ -347,7 +347,7 @@ class PrefixCache:
             self.index.shorten(run, held)
 
     def watch(self, watcher: BlockWatcher) -> None:
-        """Add `watcher`, which is told every change of the cached blocks, except in tiers whose blocks belong to others
+        """Report to `watcher` every change of the cached blocks, except in tiers whose blocks belong to others
         (`TierBlocks.is_outside`)."""
         self._watch((*self._watchers, watcher))
 
@@ -488,7 +488,7 @@ class PrefixCache:
         self.tiers[part.tier].part_changed(part, first, stop)
 
     def new_orders(self) -> list[EvictionOrder]:
-        """An empty eviction order for each tier, for `reset`. Raises what a program's factory raises."""
+        """An empty eviction order for each tier, for `reset`. Passes on the exception of a program's factory."""
         return [self._new_order(tier.tier) for tier in self.tiers]
 
     def reset(self, orders: Iterable[EvictionOrder]) -> None:

@@ -1,6 +1,6 @@
 """The leases and the block tables of a request, from the match until the request gives everything back.
 
-**Leases.** A match pins what it found in the same call, so nothing of a hit can be evicted between the match and the
+**Leases.** A match pins its hit in the same call, so nothing of a hit can be evicted between the match and the
 load. A request has at most one lease per tier, on a path of the index:
 
     state of the request | device lease                     | host lease

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from driving import Driven, prompt
 
-from aoffload._kernel.pools import LeastRecentlyUsed
-from aoffload._kernel.records import Part
 from aoffload._kernel.states import Outcome, RequestState
 from aoffload.errors import OutOfBlocks
+from proof.scenarios.sharing import NewestFirst
 
 
 def test_who_was_refused_has_its_match_again() -> None:
@@ -48,24 +45,6 @@ def test_who_can_never_fit_after_its_own_load_hears_so_behind_others() -> None:
     assert loading.waiter is not None and isinstance(loading.waiter.error, OutOfBlocks)
     assert not loading.waiter.error.retryable
     driven.ledger.check_integrity()
-
-
-class NewestFirst:
-    """An order that a program might pass: what was released last goes first, so heads go before tails."""
-
-    def __init__(self) -> None:
-        self._order = LeastRecentlyUsed()
-        self.add, self.add_newer, self.add_back = self._order.add, self._order.add_newer, self._order.add_back
-        self.remove = self._order.remove
-
-    def oldest(self) -> Part | None:
-        return [None, *self._order][-1]
-
-    def are_adjacent(self, older: Part, newer: Part) -> bool:
-        return False
-
-    def __iter__(self) -> Iterator[Part]:
-        return iter(self._order)
 
 
 def test_an_island_on_the_device_is_not_shared() -> None:
