@@ -163,8 +163,8 @@ _FETCHES = (
         OF_FETCHES + "a_fetch_with_windows_has_all_that_a_hit_needs",
         "disk: a fetch without its window",
         FETCHES,
-        "with_windows=True, most=left_of",
-        "with_windows=False, most=left_of",
+        "source.offer_hit(request, run, 0, indexed",
+        "source.offer(request, run, self.cache.layout.full, 0, indexed",
         "what is fetched hits",
     ),
     _met_by(

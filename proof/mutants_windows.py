@@ -13,6 +13,115 @@ RECORDS, BASE = "aoffload._kernel.records", "aoffload._kernel.base"
 CACHE_TRANSFERS, INVALIDATION = "aoffload._extensions.prefetch", "aoffload._extensions.invalidation"
 INVALIDATION_TESTS = "tests/core/test_invalidation.py"
 
+SHARED = "tests/core/test_shared_prefixes.py::"
+COMMITS, OFFERS = "aoffload._kernel.commits", "aoffload._host_cache.offers"
+_SHARED_PREFIXES = (
+    Mutant(
+        "no window where prompts part",
+        COMMITS,
+        "ends = branch_points(run, first, stop)",
+        "ends = list[int]()",
+        "the third user of a prefix hits all of it",
+        test=SHARED + "test_the_third_user_of_a_prefix_hits_all_of_it",
+    ),
+    Mutant(
+        "the window one unit after the branch point",
+        COMMITS,
+        "hit_end = end - end % request.hit_alignment",
+        "hit_end = min(stop, end + 1 - end % request.hit_alignment)",
+        "the third user of a prefix hits all of it",
+        test=SHARED + "test_random_prompts_hit_exactly_what_the_rule_says",
+    ),
+    Mutant(
+        "the window of a branch point one unit short",
+        COMMITS,
+        "component.first_unit(hit_end), hit_end)",
+        "component.first_unit(hit_end) + 1, hit_end)",
+        "the third user of a prefix hits all of it",
+        test=SHARED + "test_random_prompts_hit_exactly_what_the_rule_says",
+    ),
+    Mutant(
+        "the window of a branch point not where hits are aligned",
+        COMMITS,
+        "hit_end = end - end % request.hit_alignment",
+        "hit_end = end",
+        "a hit that has to be aligned needs the window before it",
+        test=SHARED + "test_where_requests_align_their_hits_a_window_is_stored_there",
+    ),
+    Mutant(
+        "a branch point at which a step begins",
+        "aoffload._kernel.index",
+        "while before is not None and before.stop >= first:",
+        "while before is not None and before.stop > first:",
+        "wherever steps end, the third user hits",
+        test=SHARED + "test_the_third_user_of_a_prefix_hits_all_of_it",
+    ),
+    Mutant(
+        "a window wherever a run ends",
+        "aoffload._kernel.index",
+        "if before.num_after > 1 and before.stop < stop:",
+        "if before.stop < stop:",
+        "a prefix that nobody shares costs no window",
+        test=SHARED + "test_random_prompts_hit_exactly_what_the_rule_says",
+    ),
+    Mutant(
+        "no window where the policy ends",
+        COMMITS,
+        "        if first <= stop < request.published:\n            ends.append(stop)\n",
+        "",
+        "selective hits from the third request on",
+        test=SHARED + "test_the_window_where_the_policy_ends_is_stored_while_the_request_has_it",
+    ),
+    Mutant(
+        "an engine's window not where prompts part",
+        OFFERS,
+        "ends = _branch_points(path, first, stop)",
+        "ends = list[int]()",
+        "the third user of a prefix hits all of it",
+        test=SHARED + "test_the_third_user_of_a_prefix_hits_all_of_it",
+    ),
+    Mutant(
+        "an engine's window one unit short",
+        OFFERS,
+        "range(component.first_unit(end), end) for end in",
+        "range(component.first_unit(end) + 1, end) for end in",
+        "the third user of a prefix hits all of it",
+        test=SHARED + "test_random_prompts_hit_exactly_what_the_rule_says",
+    ),
+    Mutant(
+        "an engine's window not where the policy ends",
+        OFFERS,
+        "        if first <= stop < request.published:\n            ends.append(stop)\n",
+        "",
+        "selective hits from the third request on",
+        test=SHARED + "test_what_the_policy_wants_ends_in_a_window",
+    ),
+    Mutant(
+        "lazy windows as late as the rest",
+        COMMITS,
+        "return self._plans(self._window_stores(request, lease.run, first, stop, is_last))",
+        "return ()",
+        "lazy has the window of a shared prefix",
+        test=SHARED + "test_lazy_has_the_window_of_a_shared_prefix",
+    ),
+    Mutant(
+        "windows inside a path do not go down",
+        "aoffload._tiers.lower.rules",
+        "most, ledger.layout.components, max(1, most // STEPS)",
+        "most, (ledger.layout.full,), max(1, most // STEPS)",
+        "the disk has the window of a shared prefix",
+        test=SHARED + "test_the_disk_has_the_window_of_a_shared_prefix",
+    ),
+    Mutant(
+        "the watermark of lazy stays short",
+        "aoffload._extensions.store_policies",
+        "        self._recent.append(stop * self._width)\n",
+        "        pass\n",
+        "lazy loses nothing to one long prompt after another",
+        test="tests/core/test_policies.py::test_the_default_watermark_follows_the_length_of_requests",
+    ),
+)
+
 _WINDOWS = (
     Mutant(
         "window one block short",
@@ -135,7 +244,7 @@ _PREEMPTION = (
     Mutant(
         "preempted progress stored too late",
         PREEMPTION,
-        "            jobs = self._stores.offer(request, run, published, stop, with_windows=True)\n",
+        "            jobs = self._stores.offer_hit(request, run, published, stop)\n",
         "            pass\n",
         "the progress of a preempted request is kept in host memory",
         test="tests/core/test_preemption.py::test_progress_comes_back_from_the_host",
@@ -249,4 +358,4 @@ _INVALIDATION = (
     ),
 )
 
-WINDOW_MUTANTS = (*_WINDOWS, *_PREEMPTION, *_INVALIDATION)
+WINDOW_MUTANTS = (*_SHARED_PREFIXES, *_WINDOWS, *_PREEMPTION, *_INVALIDATION)

@@ -263,7 +263,7 @@ class Ledger(AnyLedger, CoreLedger):
         check_type("config", config, OffloadConfig)
         policy, found = built_in(config, Layout.of(groups_of(config)), num_device_blocks)
         if policy.num_watermark_blocks:
-            found.append(WriteBack(policy.num_watermark_blocks))
+            found.append(WriteBack(policy))
         self._stores_nothing = isinstance(policy, NoStore)
         CoreLedger.__init__(
             self, config, num_device_blocks, block_bytes=block_bytes, device_pool=device_pool, clock=clock,

@@ -1,23 +1,31 @@
-"""Lazy stores: blocks are stored in the host just before the next allocations would evict them."""
+"""Lazy stores: blocks are stored in the host just before the next allocations would evict them.
+
+That holds for full attention. The kernel stores windows at the commits after which a later hit may end there, because a
+request leaves its windows while it still holds its prefix: the device evicts window blocks first."""
 
 from __future__ import annotations
 
+from .._common.arguments import check_int
+from .._config.config import MAX_BLOCKS
 from .._kernel.extension import LedgerExtension
 from .._kernel.ledger import CoreLedger
 from .._kernel.plans import TransferPlan
 from .._kernel.records import Run
+from .store_policies import StorePolicy
 from .watermark import EvictionWatermark
 
 
 class WriteBack(LedgerExtension):
     """`Ledger.write_back`."""
 
-    def __init__(self, num_watermark_blocks: int) -> None:
-        self._num_watermark_blocks = num_watermark_blocks
+    def __init__(self, policy: StorePolicy) -> None:
+        self._policy = policy
 
     def on_attach(self, ledger: CoreLedger) -> None:
         self._ledger = ledger
-        self._watermark = EvictionWatermark(ledger.cache, ledger.jobs, ledger.stores, self._num_watermark_blocks)
+        self._watermark = EvictionWatermark(
+            ledger.cache, ledger.jobs, ledger.stores, self._policy.num_watermark_blocks, (ledger.layout.full,)
+        )
 
     def ask_deferred(self, run: Run, stop: int) -> bool:
         """Mark the path of `run`. Its blocks are stored once they are about to be evicted."""
@@ -31,4 +39,6 @@ class WriteBack(LedgerExtension):
         computed at any time, so the copies have to wait for all compute submitted to the device so far.
         """
         self._ledger.hooks.refuse_verb()
+        num_blocks = self._policy.num_watermark_blocks
+        self._watermark.num_blocks = check_int("store_policy.num_watermark_blocks", num_blocks, 0, MAX_BLOCKS)
         return self._ledger.plans_of(self._watermark.plan())

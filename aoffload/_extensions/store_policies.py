@@ -7,6 +7,7 @@ request restrict the stores further.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, Protocol, Self
 
 import attrs
@@ -23,6 +24,8 @@ from ..errors import ConfigError
 
 MAX_SEEN = 1_000_000
 MAX_COUNTED_TOKENS = 2**34
+NUM_RECENT = 32
+"""The default watermark of `LazyStore` follows the lengths of the last prompts and requests, this many."""
 COUNTED_TOKENS = 2**24
 """Default of `SelectiveStore.max_counted_tokens`."""
 
@@ -37,7 +40,8 @@ class StorePolicy(Protocol):
     @property
     def num_watermark_blocks(self) -> int:
         """0: wanted blocks are stored immediately. Otherwise the watermark: a wanted block is stored once it is among
-        the first `num_watermark_blocks` device blocks that the next allocations would take."""
+        the first `num_watermark_blocks` device blocks that the next allocations would take. The ledger reads it again
+        each time, but 0 stays 0."""
         ...
 
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
@@ -95,7 +99,9 @@ class LazyStore(EagerStore):
     """Stores blocks just before their eviction, once the allocation of `watermark_blocks` more device blocks would
     evict them.
 
-    None means an eighth of the device pool. Best effort: blocks that are evicted before they are stored are lost.
+    None means as many blocks as the longest of the last requests takes, at least an eighth and at most half of the
+    device pool. Best effort: blocks that are evicted before they are stored are lost. So one allocation should not take
+    more blocks than the watermark.
     """
 
     watermark_blocks: int | None = attrs.field(
@@ -109,7 +115,26 @@ class LazyStore(EagerStore):
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
         if self.watermark_blocks is not None:
             return self
-        return attrs.evolve(self, watermark_blocks=max(layout.width, num_device_blocks // 8, 1))
+        return _LazyByLength(layout, num_device_blocks)
+
+
+class _LazyByLength(EagerStore):
+    """`LazyStore()` of one ledger: the watermark follows the length of requests."""
+
+    def __init__(self, layout: Layout, num_device_blocks: int) -> None:
+        self._width = layout.width
+        self._least, self._most = max(layout.width, num_device_blocks // 8, 1), num_device_blocks // 2
+        self._recent: deque[int] = deque([self._least], maxlen=NUM_RECENT)
+
+    def __repr__(self) -> str:
+        return "LazyStore()"
+
+    @property
+    def num_watermark_blocks(self) -> int:
+        return max(self._least, min(max(self._recent), self._most))
+
+    def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
+        self._recent.append(stop * self._width)
 
 
 @attrs.define(eq=False)
@@ -144,7 +169,7 @@ class StorePolicies(LedgerExtension):
 
     def __init__(self, policy: StorePolicy) -> None:
         self._policy = policy
-        self._is_known = type(policy) in (NoStore, LazyStore, SelectiveStore)
+        self._is_known = type(policy) in (NoStore, LazyStore, _LazyByLength, SelectiveStore)
 
     def ask_admit(self, request: LedgerRequest) -> None:
         """Calls the policy before the request is admitted, because the program's own policy may raise."""

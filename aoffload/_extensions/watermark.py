@@ -9,12 +9,13 @@ most. An allocation of more blocks than the watermark may evict blocks before th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .._kernel.cache import PrefixCache
 from .._kernel.index import covered
 from .._kernel.jobs import JobBook, Stores, left_of
+from .._kernel.layout import Component
 from .._kernel.pools import TierBlocks
 from .._kernel.records import NO_LIMIT, Job, Part, Run
 
@@ -26,6 +27,8 @@ class EvictionWatermark:
     stores: Stores
     num_blocks: int
     """The watermark; 0: nothing is stored."""
+    components: Sequence[Component]
+    """The attention components whose blocks are stored."""
     step: int = 1
     """`nothing_changed` divides its counts by this, so that small changes cause no scan."""
     source: TierBlocks = field(init=False)
@@ -61,13 +64,14 @@ class EvictionWatermark:
         iterator over the eviction order, because a store changes that order."""
         jobs: list[Job] = []
         for run in runs:
-            if (left := left_of(most, jobs)) <= 0:
+            if left_of(most, jobs) <= 0:
                 break
             if run.parts:  # else it was merged into another run: the next call stores it
                 stop, layout = wanted(run), self.cache.layout
                 starts = layout.starts_of(layout.full, 0, run.stop)
                 pin = self.cache.lease(self.stores.source, run, starts, is_use=False)
-                jobs += self.stores.offer(None, run, run.start, stop, with_windows=_is_end(run, stop), most=left)
+                for component in self.components:
+                    jobs += self.stores.offer(None, run, component, run.start, stop, most=left_of(most, jobs))
                 self.cache.release(pin)
         return jobs
 
@@ -86,7 +90,7 @@ class EvictionWatermark:
         source, there, step = self.source, self.there, self.step
         return (
             source.pool.num_free // step, source.num_cached // step, source.num_evicted // step,
-            (there.pool.num_free + there.num_cached) // step, there.num_resets, self._num_offers,
+            (there.pool.num_free + there.num_cached) // step, there.num_resets, self._num_offers, self.num_blocks,
         )  # fmt: skip
 
     def about_to_lose(self, wanted: Callable[[Run], int]) -> list[Run]:
@@ -107,15 +111,10 @@ class EvictionWatermark:
         return list(found)
 
     def _may_lack(self, part: Part, wanted: Callable[[Run], int]) -> bool:
-        run = part.run
-        if part is run.parts[self.stores.source]:
-            there = covered(run.parts[self.stores.destination])[1]
-            return there < part.stop and there < wanted(run)
-        stop = wanted(run)
-        return stop > run.start and _is_end(run, stop)
-
-
-def _is_end(run: Run, stop: int) -> bool:
-    """Whether a later hit may end in `run`, because it has no child run or because only its units before `stop` are
-    wanted. Only a hit that ends in `run` needs its window blocks."""
-    return not run.num_after or stop < run.stop
+        if all(component.number != part.component for component in self.components):
+            return False
+        first, stop = covered(part.run.part(self.stores.destination, part.component))
+        if first <= part.first and part.stop <= stop:
+            return False
+        end = min(part.stop, wanted(part.run))
+        return end > part.first and not first <= part.first < end <= stop

@@ -442,7 +442,9 @@ class HostCache(AnyLedger):
             request.sequence.append(added)
         request.num_computed_tokens, request.published = num_tokens, num_units
         try:
-            wanted = self.offers.wanted(request, ids, self._unwritten.get(request, _NOTHING), is_last=is_last)
+            wanted = self.offers.wanted(
+                request, published, ids, self._unwritten.get(request, _NOTHING), is_last=is_last
+            )
             self.offers.check_sources(wanted.offers)
         except BaseException:  # also of the policy or of `find`
             request.sequence.drop_after(known)

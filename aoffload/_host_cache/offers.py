@@ -148,11 +148,11 @@ class EngineOffers:
     # -- the blocks of an offer -----------------------------------------------------------------------------------
 
     def wanted(
-        self, request: HostCacheRequest, ids: EngineIds, unwritten: Mapping[int, range], *, is_last: bool
+        self, request: HostCacheRequest, first: int, ids: EngineIds, unwritten: Mapping[int, range], *, is_last: bool
     ) -> Wanted:
         """Blocks that the policy wants, the host lacks and the engine has. Changes nothing, except that the last offer
-        reports the generated tokens to the extensions, once all `ids` are checked. `unwritten`: for each component,
-        units whose blocks were never written."""
+        reports the generated tokens to the extensions, once all `ids` are checked. `first`: the unit at which the
+        previous offer ended. `unwritten`: for each component, units whose blocks were never written."""
         if request.epoch != self.cache.epoch or not request.store_limit:
             return Wanted([])
         if is_last:
@@ -162,7 +162,7 @@ class EngineOffers:
         wanted = min(request.published, request.store_limit)
         for ask in self.hooks.ask_store_stop:
             wanted = min(wanted, ask(request))
-        return self._lacking(request, wanted, ids, unwritten, is_last=is_last)
+        return self._lacking(request, wanted, ids, unwritten, first, is_last=is_last)
 
     def _lacking(
         self,
@@ -170,12 +170,14 @@ class EngineOffers:
         stop: int,
         ids: EngineIds,
         unwritten: Mapping[int, range],
+        first: int,
         *,
         is_last: bool = False,
         most: int = NO_LIMIT,
     ) -> Wanted:
         """The blocks of the first `stop` units that the host lacks. For full attention, only those of the first `most`
-        missing units."""
+        missing units. For windows, only where a later hit may end: see `commits`. Branch points count from unit `first`
+        on."""
         if not stop or not self.cache.tiers[BELOW].pool.num_blocks:
             return Wanted([])
         full = self.cache.layout.full
@@ -198,13 +200,22 @@ class EngineOffers:
         wanted = Wanted(found, end, stop, num_left=num_left * full.width, num_missing=num_missing * full.width)
         if end is not None:
             return wanted
-        if is_last or request.is_over or request.is_at_end or stop == request.store_limit:
-            last = self.stores.last_end(request, stop)
-            for component in self.cache.layout.windows:
-                nobodys = unwritten.get(component.number, range(0))
-                lacking = _lacking_of(path, component, first_stored(component, last), stop)
-                units = [part for one in lacking for part in without([nobodys], one.start, one.stop)]
-                wanted.offers += self._of_window(request, component, units, ids)
+        is_end = is_last or request.is_over or request.is_at_end or stop == request.store_limit
+        ends = _branch_points(path, first, stop)
+        if first <= stop < request.published:
+            ends.append(stop)
+        for component in self.cache.layout.windows:
+            hits = [
+                range(component.first_unit(end), end) for end in (one - one % request.hit_alignment for one in ends)
+            ]
+            if is_end:
+                hits.append(range(first_stored(component, self.stores.last_end(request, stop)), stop))
+            known = [unwritten.get(component.number, range(0))]
+            for hit in hits:
+                for units in _lacking_of(path, component, hit.start, hit.stop):
+                    named = without(known, units.start, units.stop)
+                    wanted.offers += self._of_window(request, component, named, ids)
+                known.append(hit)
         return wanted
 
     def _stored_end(self, request: HostCacheRequest, stop: int, end: End | None) -> End | None:
@@ -381,7 +392,7 @@ class EngineOffers:
             return Wanted([])
         ids = EngineIds(layout, self.num_rows, "find", (Nulls(),) * len(layout.groups))
         most = max(1, room // layout.full.width) if layout.full.width else 0
-        wanted = self._lacking(request, old.stop, ids, old.unwritten, most=most)
+        wanted = self._lacking(request, old.stop, ids, old.unwritten, 0, most=most)
         named = named_rows(self.num_rows, [offer.blocks for offer in wanted.offers])
         if not named.are_distinct or named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
             wanted = Wanted([], num_missing=old.num_blocks)
@@ -430,12 +441,21 @@ def _first(lacking: list[range], most: int) -> tuple[list[range], int]:
     return found, sum(map(len, lacking)) - sum(map(len, found))
 
 
+def _branch_points(path: Path, first: int, stop: int) -> list[int]:
+    """As `index.branch_points`, for a path that may end before unit `stop`: the tokens after it get a run of their
+    own."""
+    found: list[int] = []
+    for run, agreed in path:
+        num_others = run.num_after - (agreed == run.stop and run is not path[-1][0])
+        if first <= agreed < stop and (num_others or agreed < run.stop):
+            found.append(agreed)
+    return found
+
+
 def _lacking_of(path: Path, component: Component, start: int, stop: int) -> list[range]:
     """Units `[start, stop)` of `component` that the host does not hold and will not get from jobs under way."""
-    position, held = 0, list[range]()
+    held: list[range] = []
     for run, agreed in path:
         first, last = covered(run.part(BELOW, component.number))
         held.append(range(first, min(last, agreed)))
-        position = agreed
-    assert position <= stop, "a path beyond what was asked for"
-    return without([units for units in held if units], start, stop)
+    return without(held, start, stop)

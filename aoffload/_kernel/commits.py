@@ -12,8 +12,12 @@ completed, and then raises `ExtensionError`, as every verb does.
 What is stored, and when:
 
     at a commit         the units from the first that the host lacks on, unless an extension stores them later
-                        (`ask_deferred`)
-    windows             only where a later hit may end: at the end of the prompt, at the store limit, at the last offer
+                        (`ask_deferred`). That holds for full attention only: a window is left, and evicted, long before
+                        its prefix
+    windows             only where a later hit may end: at the end of the prompt, at the last offer, where the policy or
+                        the store limit ends the stores, and at *branch points*, where the index knows another prompt
+                        that goes on differently. The second prompt with a prefix shows that the prefix is shared, and
+                        it still has the window there, so the third prompt hits
     a host that evicts  units that the host has evicted since the request was admitted are stored again at its last
                         offer. Otherwise live requests whose prefixes do not fit together would evict each other's
                         blocks at every commit
@@ -30,12 +34,13 @@ from ..errors import CommitError
 from .cache import PrefixCache
 from .events import StoreSkipped
 from .hooks import Hooks
-from .jobs import Stores
+from .index import branch_points
+from .jobs import Stores, first_stored
 from .leases import RequestLeases, publish, slide_windows
 from .loads import require_no_holes
 from .moves import Moves
 from .plans import TransferPlan
-from .records import LedgerRequest
+from .records import Job, LedgerRequest, Run
 from .states import Computing, require
 from .states import RequestState as State
 
@@ -157,19 +162,40 @@ class Commits:
         """Plan the stores on the path of `request` up to unit `stop`, which the policy wants: the units from `first`
         on, and those before it that the host lacks. The docstring of this module says what is
         stored when."""
-        lease = request.leases.get(Tier.DEVICE)
+        lease, layout = request.leases.get(Tier.DEVICE), self.cache.layout
         if lease is None or not request.store_limit:
             return ()
         for ask in self.hooks.ask_deferred:
             if ask(lease.run, stop):
-                return ()
+                return self._plans(self._window_stores(request, lease.run, first, stop, is_last))
         host = self.cache.tiers[self.stores.destination]
         if first and host.num_evicted != request.evictions_before and not is_last:
             source, destination = self.stores.source, self.stores.destination
             if self.cache.managers[0].lacking(lease.run, source, destination, first, first):  # a unit before `first`
                 if first < stop:
-                    self.moves.note(StoreSkipped(request, (stop - first) * self.cache.layout.full.width, "evicted"))
+                    self.moves.note(StoreSkipped(request, (stop - first) * layout.full.width, "evicted"))
                 return ()
-        with_windows = is_last or request.is_at_end or first < stop == request.store_limit
-        jobs = self.stores.offer(request, lease.run, first, stop, with_windows=with_windows)
+        jobs = self.stores.offer(request, lease.run, layout.full, first, stop)
+        if layout.windows:
+            jobs += self._window_stores(request, lease.run, first, stop, is_last)
+        return self._plans(jobs)
+
+    def _window_stores(self, request: LedgerRequest, run: Run, first: int, stop: int, is_last: bool) -> list[Job]:
+        """Store the windows where a later hit may end, see the docstring of this module."""
+        jobs: list[Job] = []
+        ends = branch_points(run, first, stop)
+        if first <= stop < request.published:
+            ends.append(stop)
+        is_end = is_last or request.is_at_end or first < stop == request.store_limit
+        for component in self.cache.layout.windows:
+            if is_end:
+                start = first_stored(component, self.stores.last_end(request, stop))
+                jobs += self.stores.offer(request, run, component, start, stop)
+            for end in ends:
+                hit_end = end - end % request.hit_alignment
+                jobs += self.stores.offer(request, run, component, component.first_unit(hit_end), hit_end)
+        return jobs
+
+    @staticmethod
+    def _plans(jobs: list[Job]) -> tuple[TransferPlan, ...]:
         return tuple([job.plan for job in jobs]) if jobs else ()

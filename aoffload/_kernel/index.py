@@ -188,6 +188,18 @@ def stretches(run: Run | None, start: int, stop: int) -> list[Stretch]:
     return found
 
 
+def branch_points(run: Run, first: int, stop: int) -> list[int]:
+    """The units of `[first, stop)` at which other prompts leave the path of `run`: a run of the path ends there, and
+    further runs follow it."""
+    found: list[int] = []
+    before = run.before
+    while before is not None and before.stop >= first:
+        if before.num_after > 1 and before.stop < stop:
+            found.append(before.stop)
+        before = before.before
+    return found
+
+
 def held_ids(run: Run | None, tier: Tier, component: int, start: int, stop: int) -> array[int]:
     """The block ids of units `[start, stop)` of the path of `run`, all of which `tier` holds in `component`."""
     if run is not None and run.start <= start < stop <= run.stop:  # the common case

@@ -399,33 +399,34 @@ class Stores:
         self,
         request: LedgerRequest | None,
         run: Run,
-        first: int,
+        component: Component,
+        start: int,
         stop: int,
         *,
-        with_windows: bool,
         most: int = NO_LIMIT,
     ) -> list[Job]:
-        """Store the units of the path of `run`, up to unit `stop`, that `destination` lacks: those from unit `first`
-        on, and those before it as far as units are missing. `with_windows`: also the units of window components that a
-        hit near `stop` needs. At most `most` blocks. `request` is None for a write-back."""
-        source, destination = self.source, self.destination
-        if not self.cache.tiers[destination].pool.num_blocks:
+        """Store the units `[start, stop)` of the path of `run` that `source` holds and `destination` lacks; in full
+        attention also those before `start`, as far as units are missing. At most `most` blocks. `request` is None for a
+        write-back."""
+        if not self.cache.tiers[self.destination].pool.num_blocks or not component.width:
             return []
         jobs: list[Job] = []
-        for manager in self.cache.managers if with_windows else self.cache.managers[:1]:
-            component = manager.component
-            if not component.width:
-                continue
-            start = first_stored(component, self.last_end(request, stop)) if component.number else first
-            missing = manager.lacking(run, source, destination, start, stop)
-            for pieces in _contiguous(missing) if missing else ():
-                jobs += self.store(request, component, pieces, most=left_of(most, jobs))
+        missing = self.cache.managers[component.number].lacking(run, self.source, self.destination, start, stop)
+        for pieces in _contiguous(missing) if missing else ():
+            jobs += self.store(request, component, pieces, most=left_of(most, jobs))
         return jobs
 
-    def last_end(self, request: LedgerRequest | None, stop: int) -> int:
+    def offer_hit(self, request: LedgerRequest, run: Run, first: int, stop: int, *, most: int = NO_LIMIT) -> list[Job]:
+        """Store what a hit at the end of a prompt needs, or somewhat before it: full attention as in `offer`, and the
+        windows before unit `stop`."""
+        jobs = self.offer(request, run, self.cache.layout.full, first, stop, most=most)
+        for component in self.cache.layout.windows:
+            start = first_stored(component, self.last_end(request, stop))
+            jobs += self.offer(request, run, component, start, stop, most=left_of(most, jobs))
+        return jobs
+
+    def last_end(self, request: LedgerRequest, stop: int) -> int:
         """The last unit that a repeated request could hit: one token short, rounded down to its `hit_alignment`."""
-        if request is None:
-            return stop
         most = min(stop, (request.sequence.num_tokens - 1) // self.cache.layout.unit_tokens)
         return most - most % request.hit_alignment
 

@@ -18,6 +18,7 @@ from .._common.prefix import Prefix, Root
 from .._config.config import OffloadConfig
 from .._config.groups import KVCacheGroup
 from .._extensions.assembly import Ledger
+from .._host_cache.host_cache import HostCache
 from .._kernel.plans import Completion, TransferPlan
 from .._kernel.records import LedgerRequest
 from .._kernel.states import Outcome
@@ -81,7 +82,7 @@ def _write_back(ledger: Ledger) -> tuple[TransferPlan, ...]:
     return ledger.write_back.plan() if ledger.writes_back else ()
 
 
-def land(ledger: Ledger, plans: Iterable[TransferPlan]) -> int:
+def land(ledger: Ledger | HostCache, plans: Iterable[TransferPlan]) -> int:
     """Copy at once. Returns the number of copied blocks."""
     num_blocks = 0
     for plan in tuple(plans):

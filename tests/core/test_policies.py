@@ -189,17 +189,19 @@ def test_a_look_at_the_watermark_costs_nothing_where_nothing_has_changed() -> No
     assert len(looks) == before + 1
 
 
-def test_lazy_stores_windows_near_the_end() -> None:
-    """Of a window only what a hit near the end can use, with its margin, and the whole of full attention."""
+def test_lazy_stores_windows_at_once() -> None:
+    """A request leaves a window, and the device evicts it, long before full attention. So at the end of the prompt the
+    window is stored, with its margin, and full attention is stored before it is evicted."""
     long = prompt(1, 41)
     driven = Lazy(40, 60, watermark=36, groups=WINDOWED)
     request = driven.running(long)
-    driven.commit(request)
-    driven.release(request)
-    stores = driven.launch(driven.watermark())
-    assert [plan.num_blocks for plan in stores] == [10, 3], "two blocks of the window, and one before"
-    for plan in stores:
-        driven.end(plan)
+    (window,) = driven.launch(driven.commit(request))
+    assert window.num_blocks == 3, "two blocks of the window, and one before"
+    driven.end(window)
+    assert driven.release(request) == []
+    (full,) = driven.launch(driven.watermark())
+    assert full.num_blocks == 10
+    driven.end(full)
     assert driven.watermark() == []
     driven.evict_device()
     assert driven.hit(long) == (0, 40)
@@ -211,6 +213,26 @@ def test_the_default_watermark_is_an_eighth_of_the_pool() -> None:
     sizes = [LazyStore().for_ledger(layout, num).num_watermark_blocks for num in (3000, 4)]
     assert sizes == [375, 1]
     assert LazyStore(7).for_ledger(layout, 3000).num_watermark_blocks == 7
+
+
+def test_the_default_watermark_follows_the_length_of_requests() -> None:
+    """One allocation must not evict more than the watermark stores in time: it is as long as the longest of the last
+    requests, up to half of the pool. Requests of any length then lose nothing."""
+    driven = Driven(40, 200, store_policy="lazy")
+    for user in range(2, 8):
+        request = driven.running(prompt(user, 48))
+        driven.land([*driven.commit(request), *write_back(driven.ledger)])
+        driven.land([*driven.release(request), *write_back(driven.ledger)])
+    driven.evict_device()
+    assert [sum(driven.hit([*prompt(user, 48), 7])) for user in range(2, 6)] == [48] * 4
+
+    policy = LazyStore().for_ledger(driven.ledger.layout, 40)
+    for num_units, watermark in ((6, 6), (12, 12), (30, 20), (1, 20)):
+        policy.seen(request, 0, num_units)
+        assert policy.num_watermark_blocks == watermark
+    for _ in range(32):
+        policy.seen(request, 0, 1)
+    assert policy.num_watermark_blocks == 5
 
 
 class Places:

@@ -141,7 +141,9 @@ class Parts:
             return []
         run = self.cache.cut(path[-1][0], path[-1][1])
         pin = self.cache.lease(source, run, self.layout.starts_of(self.layout.full, 0, run.stop), is_use=False)
-        jobs = self.copies[source, destination].offer(None, run, 0, run.stop, with_windows=True)
+        copies, jobs = self.copies[source, destination], list[Job]()
+        for component in self.layout.components:
+            jobs += copies.offer(None, run, component, 0, run.stop)
         self.cache.release(pin)
         return jobs
 

@@ -180,4 +180,6 @@ def stores_to(ledger: CacheBase, tier: Tier, counts: RequestCounts | None = None
     down = Stores(cache, jobs, ledger.moves, Tier.HOST, tier)
     # The step skips scans after small changes, because a scan for blocks that were requested twice walks the host's
     # eviction order.
-    return LowerStores(EvictionWatermark(cache, jobs, down, most, max(1, most // STEPS)), counts)
+    return LowerStores(
+        EvictionWatermark(cache, jobs, down, most, ledger.layout.components, max(1, most // STEPS)), counts
+    )

@@ -1,0 +1,245 @@
+"""Prefixes that prompts share, with windows: what a window needs where two prompts part is stored once it is known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from disk_driving import Disk
+from driving import BLOCK, ROOT, Driven, prompt
+from engine_driving import EngineDriven
+
+from aoffload import ChunkedLocal, KVCacheGroup, SlidingWindow
+from aoffload._kernel.layout import Layout
+from aoffload.ledger import Prefix
+
+FULL = KVCacheGroup("full", block_size=BLOCK)
+LAYOUTS = {
+    "window": [FULL, KVCacheGroup("window", SlidingWindow(18), BLOCK)],
+    "chunk": [FULL, KVCacheGroup("chunk", ChunkedLocal(40), BLOCK)],
+    "two windows": [
+        FULL, KVCacheGroup("short", SlidingWindow(7), BLOCK), KVCacheGroup("long", SlidingWindow(30), 2 * BLOCK)
+    ],
+    "windows alone": [KVCacheGroup("a", SlidingWindow(11), BLOCK), KVCacheGroup("b", SlidingWindow(40), BLOCK)],
+}  # fmt: skip
+each_layout = pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
+STEP = 24
+
+
+def steps(computed: int, num_tokens: int) -> Iterator[int]:
+    yield from range(computed + STEP, num_tokens, STEP)
+    yield num_tokens
+
+
+class Own:
+    """A ledger whose device forgets each prompt before the next one comes. A prompt is computed in steps."""
+
+    def __init__(self, groups: Sequence[KVCacheGroup], **config: Any) -> None:
+        self.driven = Driven(400, 4000, groups=groups, **config)
+        self.num_stored = 0
+
+    def serve(self, tokens: list[int], **options: Any) -> int:
+        """Returns the tokens that were hit in the host."""
+        driven = self.driven
+        request = driven.running(tokens, **options)
+        for stop in steps(request.num_computed_tokens, len(tokens)):
+            self.land(driven.commit(request, stop))
+        self.land(driven.release(request))
+        driven.evict_device()
+        return request.match.num_host_tokens
+
+    def land(self, plans: Any) -> None:
+        self.num_stored += sum(plan.num_blocks for plan in plans)
+        self.driven.land(plans)
+
+
+class Engine:
+    """The same for an engine that keeps its own blocks. Units that a window has left before a step are null."""
+
+    def __init__(self, groups: Sequence[KVCacheGroup], **config: Any) -> None:
+        self.driven = EngineDriven(4000, groups=groups, **config)
+        self.driven.ledger._num_rows = 10**6  # no block is used twice
+
+    def serve(self, tokens: list[int], **options: Any) -> int:
+        driven = self.driven
+        request, tables = driven.admit(tokens, **options), driven.fresh(len(tokens))
+        driven.land(driven.load(request, tables))
+        computed = request.num_computed_tokens
+        assert not driven.wrong(tokens, tables, 0, computed), "the load has brought other bytes"
+        for stop in steps(computed, len(tokens)):
+            for component in driven.ledger.layout.windows:
+                gone = component.first_needed(computed)
+                for number, positions in driven.ledger.layout.positions(component.number, 0, gone):
+                    tables[number][: len(positions)] = [0] * len(positions)
+            driven.compute(tokens[:stop], tables, computed)
+            driven.land(driven.offer(request, stop, tables, is_last=stop == len(tokens)))
+            computed = stop
+        driven.release(request)
+        return request.match.num_host_tokens
+
+
+each_face = pytest.mark.parametrize("face", [Own, Engine], ids=["own blocks", "an engine's blocks"])
+
+
+@each_face
+@each_layout
+@pytest.mark.parametrize("shared", [16, 24, 48, 51, 88, 130])
+@pytest.mark.parametrize("question", [1, 9, 33, 70])
+def test_the_third_user_of_a_prefix_hits_all_of_it(
+    face: type[Own | Engine], groups: list[KVCacheGroup], shared: int, question: int
+) -> None:
+    """However long the questions are, and wherever steps end: the second user shows that the prefix is shared."""
+    users, unit = face(groups), Layout.of(groups).unit_tokens
+    hits = [users.serve([*prompt(1, shared), *prompt(user, question)]) for user in (2, 3, 4, 5)]
+    whole = min(shared, shared + question - 1) // unit * unit
+    assert hits[0] == 0 and hits[2:] == [whole, whole]
+
+
+@each_face
+@pytest.mark.parametrize("policy", ["eager", "selective"])
+def test_where_requests_align_their_hits_a_window_is_stored_there(face: type[Own | Engine], policy: str) -> None:
+    """A hit that has to end at a multiple of three blocks needs the window before that, not the one before the branch
+    point."""
+    users = face(LAYOUTS["window"], store_policy=policy)
+    options = {"hit_alignment": 3 * BLOCK}
+    hits = [users.serve([*prompt(1, 80), *prompt(user, 40)], **options) for user in (2, 3, 4, 5)]
+    assert hits[2:] == [72, 72]
+
+
+@each_face
+def test_what_the_policy_wants_ends_in_a_window(face: type[Own | Engine]) -> None:
+    """`selective` stores the prefix from its second request on, so the third one hits."""
+    users = face(LAYOUTS["window"], store_policy="selective")
+    assert [users.serve([*prompt(1, 96), *prompt(user, 60)]) for user in (2, 3, 4, 5)] == [0, 0, 96, 96]
+
+
+def test_the_window_where_the_policy_ends_is_stored_while_the_request_has_it() -> None:
+    """A device that is full evicts the window while the request generates, long before its end."""
+    driven = Driven(2 * 30, 400, groups=LAYOUTS["window"], store_policy="selective")
+    for user in (2, 3):
+        request = driven.running([*prompt(1, 48), *prompt(user, 20)])
+        for stop in (48, 68):
+            driven.land(driven.commit(request, stop))
+        for stop in range(72, 140, 4):
+            driven.ledger.extend_nowait(request, stop)
+            driven.land(driven.commit(request, stop, range(4)))
+        driven.land(driven.release(request))
+        driven.evict_device()
+    assert driven.hit([*prompt(1, 48), 7]) == (0, 48)
+
+
+def test_lazy_has_the_window_of_a_shared_prefix() -> None:
+    """It stores full attention late, but a window at once: the device has evicted it long before."""
+    users = Own(LAYOUTS["window"], store_policy="lazy")
+    ledger = users.driven.ledger
+    for user in (2, 3, 4, 5):
+        request = users.driven.running([*prompt(1, 96), *prompt(user, 60)])
+        found = request.match.num_tokens
+        for stop in steps(request.num_computed_tokens, 156):
+            users.land([*users.driven.commit(request, stop), *ledger.write_back.plan()])
+        users.land([*users.driven.release(request), *ledger.write_back.plan()])
+        filler = users.driven.running(prompt(90 + user, 700))  # evicts what the others had
+        users.driven.release(filler, "filler")
+    assert found == 96
+
+
+def test_the_disk_has_the_window_of_a_shared_prefix() -> None:
+    """A prefix that prompts share lies inside their paths; its window goes down as their ends do."""
+    driven = Disk(400, 400, 400, groups=LAYOUTS["window"])
+    driven.on_disk_only(*[[*prompt(1, 48), *prompt(user, 48)] for user in (2, 3, 4)])
+    assert driven.fetched([*prompt(1, 48), *prompt(8, 48)]) == 48
+
+
+class Naive:
+    """What the host has if nothing is evicted and every copy lands: sets of prefixes, unit by unit."""
+
+    def __init__(self, groups: Sequence[KVCacheGroup], face: type[Own | Engine]) -> None:
+        self.layout = Layout.of(groups)
+        self.has_margin = face is Own
+        """An engine has no margin before a window: these blocks are null."""
+        self.held: dict[int, set[tuple[int, ...]]] = {each.number: set() for each in self.layout.components}
+        self.paths: set[tuple[int, ...]] = set()
+        """Every prefix of whole units that was computed."""
+
+    def unit(self, tokens: Sequence[int], stop: int) -> tuple[int, ...]:
+        return tuple(tokens[: stop * self.layout.unit_tokens])
+
+    def hit(self, tokens: Sequence[int]) -> int:
+        """The last unit up to which the host has what each component needs."""
+        layout, most = self.layout, (len(tokens) - 1) // self.layout.unit_tokens
+        for end in range(most, 0, -1):
+            needed = (
+                self.unit(tokens, unit + 1) in self.held[component.number]
+                for component in layout.components if component.width
+                for unit in range(component.first_unit(end), end)
+            )  # fmt: skip
+            if all(needed):
+                return end
+        return 0
+
+    def serve(self, tokens: Sequence[int]) -> int:
+        """The hit. Then everything that a later hit may need is stored, as far as the request has it."""
+        layout, hit = self.layout, self.hit(tokens)
+        num_units = len(tokens) // layout.unit_tokens
+        last = min(num_units, (len(tokens) - 1) // layout.unit_tokens)
+        ends = [end for end in range(max(hit, 1), num_units) if self.parts_at(tokens, end)]
+        for component in layout.components:
+            needed = component.first_unit(last)
+            first = max(0, needed - -(-(last - needed) // 4)) if component.number else 0
+            if component.number and not self.has_margin:
+                computed = hit * layout.unit_tokens
+                *_, begun, _ = computed, *steps(computed, len(tokens))
+                first = max(first, component.first_needed(begun))
+            wanted = {*range(first, num_units)}
+            if component.number:
+                wanted.update(unit for end in ends for unit in range(component.first_unit(end), end))
+            there = range(component.first_unit(hit), num_units)
+            self.held[component.number].update(self.unit(tokens, unit + 1) for unit in wanted if unit in there)
+        self.paths.update(self.unit(tokens, stop) for stop in range(1, num_units + 1))
+        return hit * layout.unit_tokens
+
+    def parts_at(self, tokens: Sequence[int], end: int) -> bool:
+        """Whether another prompt goes on differently after unit `end`."""
+        own, size = self.unit(tokens, end), (end + 1) * self.layout.unit_tokens
+        return any(
+            len(path) == size and path[: len(own)] == own and path != self.unit(tokens, end + 1) for path in self.paths
+        )
+
+
+@each_face
+@each_layout
+@pytest.mark.parametrize("seed", range(12))
+def test_random_prompts_hit_exactly_what_the_rule_says(
+    face: type[Own | Engine], groups: list[KVCacheGroup], seed: int
+) -> None:
+    """Prompts that part anywhere from each other: each hits as much as a model that keeps a set of prefixes says, no
+    unit more and none less."""
+    rng = random.Random(seed)
+    users, naive = face(groups), Naive(groups, face)
+    prompts: list[list[int]] = [[]]
+    for number in range(1, 22):
+        known = rng.choice(prompts)
+        tokens = [*known[: rng.randint(0, len(known))], *prompt(number, rng.randint(1, 60))]
+        prompts.append(tokens)
+        assert users.serve(tokens) == naive.serve(tokens), f"prompt {number}"
+
+
+@each_face
+def test_a_prefix_that_nobody_shares_costs_no_window(face: type[Own | Engine]) -> None:
+    """One prompt, and the same prompt again: the window at its end, and no other one."""
+    users = face(LAYOUTS["window"])
+    for _ in range(3):
+        users.serve(prompt(1, 130))
+    statistics = users.driven.ledger.statistics().host
+    assert statistics.num_cached == 32 + 5 + 2, "all of full attention, a window, and its margin"
+
+
+def test_a_prefix_is_found_by_what_the_index_has() -> None:
+    """`lookup` says the same as a match, and takes nothing."""
+    users = Own(LAYOUTS["window"])
+    for user in (2, 3):
+        users.serve([*prompt(1, 48), *prompt(user, 48)])
+    ledger = users.driven.ledger
+    assert ledger.lookup(Prefix.of(ROOT, [*prompt(1, 48), 7])).num_host_tokens == 48
