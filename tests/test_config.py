@@ -144,7 +144,25 @@ def test_block_sizes_that_hardly_meet_are_refused() -> None:
         with pytest.raises(ConfigError, match="groups"):
             Layout.of(groups)
         with pytest.raises(ConfigError, match="groups"):
-            Ledger(config(groups=groups), 64)
+            config(groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shortest"), [((1648, 784), "80,752"), ((528, 1056, 256), "8,448"), ((400, 416), "10,400")]
+)
+def test_block_sizes_that_make_all_hits_long_are_warned_of(sizes: tuple[int, ...], shortest: str) -> None:
+    """A hit ends where blocks of all groups end. If that is seldom, the warning names the smallest hit that there can
+    be, and what to change."""
+    groups = [KVCacheGroup(f"g{size}", block_size=size) for size in sizes]
+    with pytest.warns(UserWarning, match=f"no hit is shorter than {shortest} tokens.*divide each other") as told:
+        OffloadConfig(groups=groups, num_host_blocks=1)
+    assert [one.filename for one in told] == [__file__]
+
+
+@pytest.mark.parametrize("sizes", [(16,), (16, 32), (1648, 16), (256, 64, 8, 4), (65_536,), (32, 992)])
+def test_block_sizes_that_divide_each_other_are_not(sizes: tuple[int, ...]) -> None:
+    """Nor are those whose common multiple is short; warnings are errors here."""
+    OffloadConfig(groups=[KVCacheGroup(f"g{size}", block_size=size) for size in sizes], num_host_blocks=1)
 
 
 @pytest.mark.parametrize(("sizes", "unit"), [((65_536,), 65_536), ((4, 6), 12), ((65_536, 15), 983_040)])

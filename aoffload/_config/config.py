@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, Self
 
@@ -11,11 +12,14 @@ import attrs
 
 from .._common.arguments import as_tuple, check_has, check_int, number_of, shown
 from ..errors import ConfigError
+from .groups import shortest_hit
 from .sources import read_environment, read_file
 from .tiers import DiskTier, RemoteTier, check_eviction, parse_bytes
 
 MAX_BLOCKS = 2**31 - 1
 MAX_SECONDS = 1e9
+LONG_HIT_TOKENS = 1024
+"""A least common multiple of block sizes above this causes a warning, because many prompts are shorter."""
 
 
 class GroupLike(Protocol):
@@ -185,6 +189,7 @@ class OffloadConfig:
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
             raise ConfigError("groups", f"has two groups of one name: {names}")
+        self._warn_of_long_hits()
         if (self.num_host_blocks is None) == (self.host_bytes is None):
             given = "neither is" if self.host_bytes is None else "both are"
             raise ConfigError("num_host_blocks", f"give either num_host_blocks or host_bytes: {given} given")
@@ -197,6 +202,18 @@ class OffloadConfig:
         for name in ("host_bytes", "max_bytes_in_flight", "max_job_bytes"):
             if getattr(self, name) is not None or name == "max_job_bytes":
                 parse_bytes(name, getattr(self, name))
+
+    def _warn_of_long_hits(self) -> None:
+        """Warn if block sizes that do not divide each other make all hits long."""
+        sizes = sorted({group.block_size for group in self.groups})
+        shortest = shortest_hit(sizes)
+        if shortest > max(LONG_HIT_TOKENS, sizes[-1]):
+            problem = (
+                f"groups: no hit is shorter than {shortest:,} tokens, the least common multiple of the block sizes"
+            )
+            advice = "choose block sizes that divide each other, or no prompt that is shorter will hit"
+            sizes_are = ", ".join(map(str, sizes))
+            warnings.warn(f"{problem} {sizes_are}: {advice}", UserWarning, stacklevel=4)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], **arguments: Any) -> Self:

@@ -19,6 +19,8 @@ its own tokens is read. A forward writes only its last state, while `commit` pub
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Protocol
 
 import attrs
@@ -151,6 +153,18 @@ class ChunkedLocal:
 
     def free_end(self, hit_end: int) -> int:
         return hit_end - hit_end % self.chunk
+
+
+MAX_HIT_TOKENS = 2**20
+
+
+def shortest_hit(block_sizes: Iterable[int]) -> int:
+    """The tokens of the shortest hit, the least common multiple of `block_sizes`, because a hit ends where a block of
+    every group ends. `ConfigError` if it is so long that no prompt would hit."""
+    shortest = math.lcm(*block_sizes)
+    if shortest > MAX_HIT_TOKENS:
+        raise ConfigError("groups", f"no hit is shorter than {shortest} tokens, which all block sizes have to divide")
+    return shortest
 
 
 @attrs.frozen

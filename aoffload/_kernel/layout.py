@@ -13,17 +13,12 @@ The functions at the end compute with ranges of units: intersection and differen
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from .._config.groups import AttentionKind, FullAttention, KVCacheGroup
-from ..errors import ConfigError
-
-MAX_UNIT_TOKENS = 2**20
-
+from .._config.groups import AttentionKind, FullAttention, KVCacheGroup, shortest_hit
 
 MAX_ANSWERS = 1024
 """Maximum positions for which `Component.first_unit` caches its result."""
@@ -100,9 +95,7 @@ class Layout:
 
     @classmethod
     def of(cls, groups: Sequence[KVCacheGroup]) -> Layout:
-        unit = math.lcm(*(group.block_size for group in groups))
-        if unit > MAX_UNIT_TOKENS:
-            raise ConfigError("groups", f"no hit is shorter than {unit} tokens, which all block sizes have to divide")
+        unit = shortest_hit([group.block_size for group in groups])
         kinds: list[AttentionKind] = [FullAttention()]
         sizes: list[list[int]] = [[]]
         places: list[tuple[int, int]] = []

@@ -116,15 +116,14 @@ def test_what_the_policy_wants_ends_in_a_window(face: type[Own | Engine]) -> Non
 
 
 def test_the_window_where_the_policy_ends_is_stored_while_the_request_has_it() -> None:
-    """A device that is full evicts the window while the request generates, long before its end."""
-    driven = Driven(2 * 30, 400, groups=LAYOUTS["window"], store_policy="selective")
+    """A full device evicts what a window has left for other requests, while the question is still being computed."""
+    driven = Driven(2 * 27, 400, groups=LAYOUTS["window"], store_policy="selective")
     for user in (2, 3):
-        request = driven.running([*prompt(1, 48), *prompt(user, 20)])
-        for stop in (48, 68):
+        request = driven.running([*prompt(1, 48), *prompt(user, 60)])
+        for stop in (48, 72):
             driven.land(driven.commit(request, stop))
-        for stop in range(72, 140, 4):
-            driven.ledger.extend_nowait(request, stop)
-            driven.land(driven.commit(request, stop, range(4)))
+        driven.release(driven.allocated(prompt(90 + user, 24)), "filler")
+        driven.land(driven.commit(request, 108))
         driven.land(driven.release(request))
         driven.evict_device()
     assert driven.hit([*prompt(1, 48), 7]) == (0, 48)
