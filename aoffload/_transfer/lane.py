@@ -43,9 +43,8 @@ from .._kernel.states import Direction, Outcome
 from ..errors import DeviceGone, TransferRefused
 from .backends.base import CopyBackend, CopyStopped, LostDevice
 from .fences import PASSED, Fence, is_known_to_have_passed
+from .shared_memory import DIGEST_BYTES
 from .turns import started_thread, wait_precisely
-
-DIGEST_BYTES = 16
 
 
 class BlockChecksums:
@@ -56,8 +55,10 @@ class BlockChecksums:
     SHA-256 without hardware support), and it releases the GIL.
     """
 
-    def __init__(self, num_host_blocks: int) -> None:
-        self._digests = np.zeros((num_host_blocks, DIGEST_BYTES), dtype=np.uint8)
+    def __init__(self, num_host_blocks: int, digests: NDArray[np.uint8] | None = None) -> None:
+        """`digests`: memory for the checksums, all zero, that other processes may share."""
+        own = np.zeros((num_host_blocks, DIGEST_BYTES), dtype=np.uint8)
+        self._digests = own if digests is None else digests
 
     def record(self, host_id: int, block: NDArray[np.uint8]) -> None:
         self._digests[host_id] = np.frombuffer(_digest(block), dtype=np.uint8)

@@ -27,12 +27,13 @@ from .._kernel.plans import Completion, TransferPlan
 from .._kernel.pools import are_neighbours
 from .._kernel.states import Direction
 from ..errors import ConfigError, InvalidArgument, RegionError, TransferRefused, WrongState
-from .backends.base import CopyBackend, HasHostRows
+from .backends.base import CopyBackend, HasHostRows, RegionBackend
 from .backends.cpu import CpuBackend
 from .backends.cuda.backend import CudaBackend
 from .fences import Fence, OnlyAfter, RegionFences, WatchesRegions
 from .lane import TURN_BYTES, TURN_COPIES, BlockChecksums, CopyLane, DeviceLoss, LaneCounts, hand_over_bytes
 from .region import KVRegion, regions_of
+from .shared_memory import map_checksums
 from .transport import (
     TIER_METHODS,
     PinProgress,
@@ -92,6 +93,7 @@ class LocalTransport:
         self._deliver: Callable[[Completion], object]
         """Set by `open`."""
         self._loss = DeviceLoss()
+        self._shared_path = ""
         self._disk = None if disk is None else _disk_of(disk, regions)
         self._remote = None if remote is None else _remote_of(remote, regions)
         self.tiers = check_tiers(tiers)
@@ -138,6 +140,13 @@ class LocalTransport:
     def waits_only_after(self) -> bool:
         return True
 
+    def share_host_memory(self, path: str) -> None:
+        """Use the host memory at `path` (`SharedMemory`), which other transports use, too. Called before `open`.
+        `ConfigError` for a backend or a lower tier that cannot share it."""
+        if not isinstance(self.backend, RegionBackend) or self._lower:
+            raise ConfigError("num_replicas", "must be 1 for a backend of your own, and with tiers below the host")
+        self._shared_path = self.backend.shared_path = path
+
     def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
         if isinstance(self.backend, ReportsPinning):
             self.backend.report_pinning(hear)
@@ -159,7 +168,11 @@ class LocalTransport:
         self.backend.open(num_host_blocks)
         self._deliver = deliver
         self._num_blocks = {Tier.DEVICE: self.num_device_blocks, BELOW: num_host_blocks}
-        checksums = BlockChecksums(num_host_blocks) if verify else None
+        checksums = None
+        if verify:
+            path = self._shared_path
+            digests = map_checksums(path, num_host_blocks, self.block_bytes) if path else None
+            checksums = BlockChecksums(num_host_blocks, digests)
 
         def over(completion: Completion) -> None:
             self._turns.end()

@@ -111,6 +111,15 @@ class PinProgress:
 
 
 @runtime_checkable
+class SharesHostMemory(Protocol):
+    """A transport whose host memory may be that of several transports, which then store each block once."""
+
+    def share_host_memory(self, path: str) -> None:
+        """Use the host memory at `path`. Called before `open`. `ConfigError` if this transport cannot."""
+        ...
+
+
+@runtime_checkable
 class ReportsPinning(Protocol):
     """A transport, or a part of one, that reports the progress of page-locking while it opens."""
 

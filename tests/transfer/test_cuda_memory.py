@@ -39,6 +39,7 @@ from aoffload._transfer.backends.cuda.page_locked import (
     run_near,
 )
 from aoffload._transfer.region import regions_of
+from aoffload._transfer.shared_memory import SharedMemory, shared_size
 from aoffload._transfer.transport import PinProgress
 from aoffload.errors import ConfigError
 from aoffload.transport import Env, LocalTransport
@@ -381,3 +382,19 @@ async def test_a_runtime_that_pins_holds_up_nobody_and_leaves_nothing_pinned(lea
     if not leaves:
         assert len(pieces) == pieces[0]["num_pieces"] >= 5
         assert sum(event["piece_bytes"] for event in pieces) == 9 * MIB == pieces[-1]["num_bytes"]
+
+
+def test_memory_that_ranks_share_is_locked_by_each_and_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device registers the same pages at its own addresses. What another rank has locked already takes no memory
+    again, so a limit that is enough for one copy is enough for all ranks."""
+    shared = SharedMemory(shared_size(4, MIB))
+    monkeypatch.setattr(page_locked, "memory_limit", lambda: MemoryLimit(5 * MIB, 0))
+    one = page_locked_memory(SimulatedCuda(), 4, MIB, ignored, shared_path=shared.path)
+    one.rows[:] = 7
+    monkeypatch.setattr(page_locked, "memory_limit", lambda: MemoryLimit(5 * MIB, 4 * MIB))
+    cuda = SimulatedCuda()
+    other = page_locked_memory(cuda, 4, MIB, ignored, shared_path=shared.path)
+    assert (other.rows == 7).all()
+    assert other.address != one.address
+    assert cuda.registered == {piece.address: piece.num_bytes for piece in other.pieces}
+    shared.close()

@@ -112,6 +112,9 @@ class RegionBackend:
         self.num_device_blocks = regions[0].num_blocks
         self.block_bytes = sum(region.block_bytes for region in regions)
         self._watched: dict[int, RegionFences] = {}
+        self.shared_path = ""
+        """The path of the host memory that this backend shares with others (`SharedMemory`). Empty: it allocates its
+        own. Set before `open`."""
 
     @property
     def num_regions(self) -> int:

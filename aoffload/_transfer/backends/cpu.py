@@ -14,6 +14,7 @@ from ..._kernel.states import Direction
 from ...errors import ConfigError
 from ..fences import PASSED, Fence, RegionFences
 from ..region import KVRegion, byte_rows
+from ..shared_memory import map_rows
 from .base import CopyStopped, RegionBackend, anonymous_memory, device_ids, host_ids, host_size
 from .rows import (
     LockWaits,
@@ -79,13 +80,17 @@ class CpuBackend(RegionBackend):
 
     def open(self, num_host_blocks: int) -> None:
         host_size(num_host_blocks, self.block_bytes)
-        num_staged = max(1, STAGE_BYTES // self.block_bytes)
-        memory = self._memory(num_host_blocks + num_staged * len(Direction))
+        num_staged = max(1, STAGE_BYTES // self.block_bytes) * len(Direction)
+        if self.shared_path:
+            memory = self._host = map_rows(self.shared_path, num_host_blocks, self.block_bytes)
+            staged = anonymous_memory(num_staged, self.block_bytes)
+        else:
+            memory = self._memory(num_host_blocks + num_staged)
+            self._host, staged = memory[:num_host_blocks], memory[num_host_blocks:]
         if self._spans(memory):
             self._mover = Stripes.of(pieces_of(self.regions), divide=memory.ctypes.data)
-        self._host = memory[:num_host_blocks]
         self._columns = columns_of(self.regions, self._host)
-        stages = np.split(memory[num_host_blocks:], len(Direction))
+        stages = np.split(staged, len(Direction))
         for direction, stage in zip(Direction, stages, strict=True):
             self._staging[direction] = Staging(self._mover, self._host, stage)
 

@@ -114,12 +114,13 @@ class ProcessRank:
         deliver: Callable[[Completion], None],
         lost: Callable[[str], None],
         env: Env,
+        memory: str = "",
     ) -> None:
         if self._reader is not None or self._refusal:
             raise WrongState("this rank was opened or closed before; make another one")
         self._capacity()
         self._deliver, self._lost = deliver, lost
-        self._outbox.put(encode(Open(num_host_blocks, verify)))
+        self._outbox.put(encode(Open(num_host_blocks, verify, memory)))
         self._writer = env.start_thread(self._write, f"aoffload-rank-{self.rank}-out")
         self._reader = env.start_thread(self._read, f"aoffload-rank-{self.rank}-in")
 

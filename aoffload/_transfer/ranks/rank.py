@@ -10,7 +10,7 @@ from ..._common.env import Env
 from ..._kernel.plans import Completion, TransferPlan
 from ...errors import ConfigError, TransferRefused
 from ..fences import Fence
-from ..transport import TRANSPORTS, PinProgress, ReportsPinning, TransferStatistics, Transport
+from ..transport import TRANSPORTS, PinProgress, ReportsPinning, SharesHostMemory, TransferStatistics, Transport
 
 RANKS = "num_device_blocks block_bytes open wait_open record_fence release_fence launch stop join statistics"
 """The attributes of a `Rank`."""
@@ -41,8 +41,11 @@ class Rank(Protocol):
         deliver: Callable[[Completion], None],
         lost: Callable[[str], None],
         env: Env,
+        memory: str = "",
     ) -> None:
         """Start allocating `num_host_blocks` of this rank's host memory. Called in the thread that opens the transport.
+        `memory`: the path of memory that this rank shares with others (`num_replicas`), in place of its own; it is
+        passed only then.
 
         From then on, any thread may call `deliver` with the completion of a plan, and `lost` with a reason once the
         rank has certainly ended: none of its copies is running any more.
@@ -111,9 +114,14 @@ class LocalRank:
         deliver: Callable[[Completion], None],
         lost: Callable[[str], None],
         env: Env,
+        memory: str = "",
     ) -> None:
         """`ConfigError` with the size if there is no memory. Never calls `lost`: this rank lives in this process."""
+        if memory and not isinstance(self.transport, SharesHostMemory):
+            raise ConfigError("num_replicas", f"must be 1: {self.transport!r} cannot share host memory")
         try:
+            if memory and isinstance(self.transport, SharesHostMemory):
+                self.transport.share_host_memory(memory)
             self.transport.open(num_host_blocks, verify=verify, deliver=deliver, env=env)
         except (MemoryError, RuntimeError, OSError) as error:  # errors that allocators raise, in addition to our own
             size = num_host_blocks * self.block_bytes / 2**30

@@ -128,8 +128,9 @@ class _Server:
     def _open(self, frame: Open) -> None:
         try:
             self._local.open(
-                frame.num_host_blocks, verify=frame.verify, deliver=self._deliver, lost=lambda reason: None, env=Env()
-            )
+                frame.num_host_blocks, verify=frame.verify, deliver=self._deliver, lost=lambda reason: None, env=Env(),
+                memory=frame.memory,
+            )  # fmt: skip
         except ConfigError as error:
             self._channel.send(Refused(error.argument, f"rank {self._rank}: {error.problem}"))
         else:

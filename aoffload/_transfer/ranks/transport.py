@@ -16,6 +16,7 @@ from ..._kernel.plans import Completion, TransferPlan, agreeing, check_completio
 from ..._kernel.states import Outcome
 from ...errors import ConfigError, DeviceGone, InvalidArgument, TransferRefused, WrongState
 from ..fences import Fence, OnlyAfter, PassedFence
+from ..shared_memory import SharedMemory, shared_size
 from ..transport import PinProgress, ReportsPinning, TransferStatistics
 from .process import spawn_ranks
 from .rank import RANKS, Rank
@@ -158,18 +159,27 @@ class RankTransport:
 
     Capacity is fixed from the start: `num_device_blocks` is the minimum of the ranks, `block_bytes` the sum of their
     parts, and each rank opens the same number of host blocks.
+
+    **Replicas.** With `num_replicas`, each group of that many consecutive ranks holds the same bytes in every block:
+    all ranks do for MLA, whose latents every rank needs, and several do if a model has fewer KV heads than ranks. The
+    ranks of a group share one host memory. One of them makes each store, in turns, and all of them load it. The parts
+    of a group count once in `block_bytes`. Linux only.
     """
 
-    def __init__(self, ranks: Sequence[Rank], *, open_timeout_s: float = 600.0) -> None:
-        """`open_timeout_s`: seconds that the ranks may take to allocate. Raises `ConfigError` without ranks."""
+    def __init__(self, ranks: Sequence[Rank], *, open_timeout_s: float = 600.0, num_replicas: int = 1) -> None:
+        """`open_timeout_s`: seconds that the ranks may take to allocate. Raises `ConfigError` without ranks, and if
+        `num_replicas` does not divide their number, or the ranks of a group have blocks of different sizes."""
         self.ranks = as_tuple("ranks", ranks, "Rank", ConfigError)
         for index, rank in enumerate(self.ranks):
             check_has(f"ranks[{index}]", rank, "Rank", RANKS, ConfigError)
         _check_timeout("open_timeout_s", open_timeout_s)
         if not self.ranks:
             raise ConfigError("ranks", "is empty")
+        self.num_replicas = _check_replicas(self.ranks, num_replicas)
         self.num_device_blocks = min(rank.num_device_blocks for rank in self.ranks)
-        self.block_bytes = sum(rank.block_bytes for rank in self.ranks)
+        self.block_bytes = sum(rank.block_bytes for rank in self.ranks[:: self.num_replicas])
+        self._memories: list[SharedMemory] = []
+        """What the ranks of each group share."""
         self._open_timeout_s = open_timeout_s
         # Guards the tally and the refusal: when a rank dies, a job that begins is either refused or failed.
         # Reentrant: `deliver` may launch the next job at once.
@@ -182,14 +192,22 @@ class RankTransport:
         self._fences: weakref.WeakSet[RankFence] = weakref.WeakSet()
 
     @classmethod
-    def spawn(cls, build: Build | str, num_ranks: int, *, timeout_s: float = 600.0) -> Self:
+    def spawn(cls, build: Build | str, num_ranks: int, *, timeout_s: float = 600.0, num_replicas: int = 1) -> Self:
         """Start `num_ranks` processes that each call `build(rank, num_ranks)` for their tensors; see `ProcessRank`.
+        `num_replicas`: how many consecutive ranks hold the same bytes.
 
         May block for `timeout_s` seconds, as `open` may. `ConfigError` names the rank that did not get ready.
         """
         check_int("num_ranks", num_ranks, 1, MAX_RANKS, ConfigError)
         _check_timeout("timeout_s", timeout_s)
-        return cls(spawn_ranks(build, num_ranks, timeout_s), open_timeout_s=timeout_s)
+        _check_divides(num_replicas, num_ranks)
+        ranks = spawn_ranks(build, num_ranks, timeout_s)
+        try:
+            return cls(ranks, open_timeout_s=timeout_s, num_replicas=num_replicas)
+        except BaseException:
+            for rank in ranks:
+                rank.join(0.0)
+            raise
 
     def __repr__(self) -> str:
         return f"<RankTransport ranks={len(self.ranks)} blocks={self.num_device_blocks} {self._refusal or 'open'}>"
@@ -227,12 +245,23 @@ class RankTransport:
         deadline_s = time.monotonic() + self._open_timeout_s  # not the `Env`'s clock: allocating takes real time
         for index, rank in enumerate(self.ranks):
             report, lost = self._reporter(index), self._mourner(index)
+            shared: dict[str, str] = {}
+            if self.num_replicas > 1:
+                if index % self.num_replicas == 0:
+                    self._memories.append(SharedMemory(shared_size(num_host_blocks, rank.block_bytes)))
+                shared = {"memory": self._memories[-1].path}
             try:
-                rank.open(num_host_blocks, verify=verify, deliver=report, lost=lost, env=env)
+                rank.open(num_host_blocks, verify=verify, deliver=report, lost=lost, env=env, **shared)
             except ConfigError as error:
                 raise ConfigError(error.argument, f"rank {index}: {error.problem}") from error
         for rank in self.ranks:
             rank.wait_open(max(0.0, deadline_s - time.monotonic()))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Every rank has mapped the memory that it shares: keep no file of it open."""
+        for memory in self._memories:
+            memory.close()
 
     def close(self, timeout_s: float) -> bool:
         """End every rank within `timeout_s` seconds; kill slower processes. Returns whether all copies have ended."""
@@ -241,6 +270,7 @@ class RankTransport:
         for rank in self.ranks:
             rank.stop(timeout_s)
         ended = [rank.join(max(0.0, deadline_s - time.monotonic())) for rank in self.ranks]
+        self._let_go()
         return all(ended)
 
     def _refuse(self, error: TransferRefused) -> None:
@@ -281,7 +311,11 @@ class RankTransport:
         with self._lock:
             self._check_usable()
             self._tally.begin(plan.job_id, plan.num_blocks)
+        is_store = plan.source < plan.destination
         for index, rank in enumerate(self.ranks):
+            if is_store and index % self.num_replicas != plan.job_id % self.num_replicas:
+                self._report(index, Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))  # a replica stores it
+                continue
             try:
                 rank.launch(plan, number)
             except TransferRefused as error:
@@ -347,13 +381,15 @@ class RankTransport:
 
     def statistics(self) -> TransferStatistics:
         """Counts over all ranks: the minimum of jobs and blocks (`blocks_corrupt`: the maximum), the sum of bytes, and
-        the maximum of seconds. A rank process reports its counts with each job that ends; a dead one keeps its last."""
+        the maximum of seconds. A store counts once for a group of replicas. A rank process reports its counts with each
+        job that ends; a dead one keeps its last."""
         found = [rank.statistics() for rank in self.ranks]
+        groups = [found[at : at + self.num_replicas] for at in range(0, len(found), self.num_replicas)]
         return TransferStatistics(
             num_loads=min(one.num_loads for one in found),
-            num_stores=min(one.num_stores for one in found),
+            num_stores=min(sum(one.num_stores for one in group) for group in groups),
             blocks_loaded=min(one.blocks_loaded for one in found),
-            blocks_stored=min(one.blocks_stored for one in found),
+            blocks_stored=min(sum(one.blocks_stored for one in group) for group in groups),
             blocks_verified=min(one.blocks_verified for one in found),
             blocks_corrupt=max(one.blocks_corrupt for one in found),
             bytes_loaded=sum(one.bytes_loaded for one in found),
@@ -366,6 +402,23 @@ class RankTransport:
 def _release(ranks: Sequence[Rank], number: int) -> None:
     for rank in ranks:
         rank.release_fence(number)
+
+
+def _check_divides(num_replicas: int, num_ranks: int) -> int:
+    check_int("num_replicas", num_replicas, 1, num_ranks, ConfigError)
+    if num_ranks % num_replicas:
+        raise ConfigError("num_replicas", f"must divide the number of ranks, {num_ranks}, got {num_replicas}")
+    return num_replicas
+
+
+def _check_replicas(ranks: Sequence[Rank], num_replicas: int) -> int:
+    _check_divides(num_replicas, len(ranks))
+    for at in range(0, len(ranks), num_replicas):
+        sizes = [rank.block_bytes for rank in ranks[at : at + num_replicas]]
+        if len(set(sizes)) > 1:
+            problem = f"is {num_replicas}, but ranks {at} to {at + num_replicas - 1} have blocks of {sizes} bytes"
+            raise ConfigError("num_replicas", f"{problem}: replicas hold the same bytes")
+    return num_replicas
 
 
 def _check_timeout(name: str, value: object) -> None:

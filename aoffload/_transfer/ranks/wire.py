@@ -4,7 +4,7 @@ Block ids are raw int32. Texts are UTF-8 after their length. A frame that is too
 or holds an invalid value is refused with `WireError`: invalid bytes never become a plan. Kinds below 64 go to a rank,
 the others come from one:
 
- 1  Open           u64 host blocks, u8 verify
+ 1  Open           u64 host blocks, u8 verify, text path of shared host memory (empty: the rank's own)
  2  RecordFence    u64 number
  3  ReleaseFence   u64 number
  4  Launch         u64 job id, u64 fence (0: none), u8 source tier, u8 destination tier, u32 n, u32 m,
@@ -53,6 +53,8 @@ class Open:
 
     num_host_blocks: int
     verify: bool
+    memory: str = ""
+    """The path of host memory that ranks share. Empty: the rank allocates its own."""
 
 
 @attrs.frozen
@@ -137,7 +139,7 @@ Frame: TypeAlias = (
 
 # -- wire ------------------------------------------------------------------------------------------------------------
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 64 * 2**20
 """Eight million block pairs: more than any plan has. Longer frames are not read."""
 MAX_TEXT = 2000
@@ -278,8 +280,8 @@ class _Kind:
 _KINDS = {
     1: _Kind(
         Open,
-        lambda frame: _NUMBER.pack(frame.num_host_blocks) + _BYTE.pack(frame.verify),
-        lambda reader: Open(reader.one(_NUMBER), reader.flag()),
+        lambda frame: _NUMBER.pack(frame.num_host_blocks) + _BYTE.pack(frame.verify) + _text(frame.memory),
+        lambda reader: Open(reader.one(_NUMBER), reader.flag(), reader.text()),
     ),
     2: _Kind(
         RecordFence, lambda frame: _NUMBER.pack(frame.number), lambda reader: RecordFence(reader.one(_NUMBER))

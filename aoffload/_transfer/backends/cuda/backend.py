@@ -161,7 +161,7 @@ class CudaBackend(RegionBackend):
             self._lanes = {direction: Lane(self.driver.create_stream()) for direction in Direction}
             self._single_blocks = self.driver.create_stream()
         self.host = page_locked_memory(
-            self.driver, num_host_blocks, self.block_bytes, self._hear, self.options.max_piece_bytes
+            self.driver, num_host_blocks, self.block_bytes, self._hear, self.options.max_piece_bytes, self.shared_path
         )
         self.driver.learn(self.host.rows)
         self._blocks = Layout.of_block(self.regions, self.host.address, self.host.borders)

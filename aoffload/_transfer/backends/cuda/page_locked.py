@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....errors import ConfigError
+from ...shared_memory import allocated_bytes, map_rows
 from ...transport import PinProgress
 from ..base import anonymous_memory, host_size
 from .driver import CudaDriver, CudaError
@@ -174,7 +175,7 @@ class _PieceError(Exception):
 
 @attrs.frozen(eq=False)
 class HostMemory:
-    """The host pool: `rows` is `uint8 [num_blocks, block_bytes]`, private to this process and anonymous.
+    """The host pool: `rows` is `uint8 [num_blocks, block_bytes]`, anonymous, and private unless ranks share it.
 
     When the process is killed, the kernel frees the pages, and the driver their registration.
     """
@@ -209,12 +210,18 @@ def page_locked_memory(
     block_bytes: int,
     progress: Callable[[PinProgress], None],
     max_piece_bytes: int = MAX_PIECE_BYTES,
+    shared_path: str = "",
 ) -> HostMemory:
-    """Page-locked host memory, on the NUMA node of the device. If the driver refuses: pageable memory, and exactly one
-    `RuntimeWarning` that says why. `ConfigError` if the process would be killed for it."""
-    _check_cgroup(host_size(num_blocks, block_bytes))
+    """Page-locked host memory, on the NUMA node of the device; with `shared_path`, the memory there, which other
+    processes lock, too. If the driver refuses: pageable memory, and exactly one `RuntimeWarning` that says why.
+    `ConfigError` if the process would be killed for it."""
+    there = allocated_bytes(shared_path) if shared_path else 0
+    _check_cgroup(max(0, host_size(num_blocks, block_bytes) - there))
     # A forked child would make the pages copy-on-write, and the device would go on writing to those of the child.
-    rows = anonymous_memory(num_blocks, block_bytes, "MADV_DONTFORK")
+    if shared_path:
+        rows = map_rows(shared_path, num_blocks, block_bytes, "MADV_DONTFORK")
+    else:
+        rows = anonymous_memory(num_blocks, block_bytes, "MADV_DONTFORK")
     node = node_of(driver.pci_bus_id)
     if node is not None:
         prefer_node(rows, node)
