@@ -19,7 +19,7 @@ import attrs
 from .._common.arguments import shown
 from ..errors import ConfigError
 
-MAX_COUNT = 2**31 - 1
+MAX_COUNT, MAX_LAYERS = 2**31 - 1, 4096
 _MAY_DECIDE = re.compile(
     r"(?<!q)kv_|_kv|key_value|v_head|head_dim|head_size|window|chunk|local|global|layer_type|layers_block|block_type"
     r"|attn_type|attention_type|latent|lora_rank|compress|index|sparse|ssm|mamba|conv_|recurrent|state|rwkv|linear_"
@@ -80,6 +80,12 @@ class ConfigReader:
             raise self.refuse(f"has a `{name}` that is no positive integer: {shown(value)}")
         return value
 
+    def num_layers(self) -> int:
+        found = self.count("num_hidden_layers")
+        if found > MAX_LAYERS:
+            raise self.refuse(f"has {found} layers; {MAX_LAYERS} are the most")
+        return found
+
     def optional_count(self, name: str) -> int | None:
         return None if self.get(name) is None else self.count(name)
 
@@ -127,8 +133,8 @@ class ConfigReader:
                 problem = "may change what is cached, and groups_of does not know what they mean for this type of model"
                 raise reader.refuse(f"has fields that {problem}: {names}")
 
-    def _matters(self, name: str, value: object) -> bool:
-        if name in self._read or name in _DECIDE_NOTHING or not _MAY_DECIDE.search(name):
+    def _matters(self, name: object, value: object) -> bool:
+        if not isinstance(name, str) or name in self._read or name in _DECIDE_NOTHING or not _MAY_DECIDE.search(name):
             return False
         if _OF_OTHER_PARTS.search(name) and "kv_" not in name:
             return False
@@ -136,17 +142,15 @@ class ConfigReader:
 
 
 def _says_nothing(value: object) -> bool:
-    """Whether a value switches its field off. A dict or a list counts as off only if it is empty."""
-    return value is None or value is False or value in (0, "", [], {}, ())
+    """Whether a value switches its field off. A table or a list counts as off if it is empty."""
+    return value is None or (isinstance(value, (int, float, str, list, tuple, dict)) and not value)
 
 
 def read_config(config: object) -> ConfigReader:
     """The decoder's part of `config`: a dict, the path of a config.json or of its directory, or an object with
     `to_dict`. `ConfigError("config")` if it is none of these, or cannot be read."""
     outer = _parsed(config)
-    fields = outer.get("text_config", outer)
-    if not isinstance(fields, Mapping):
-        fields = getattr(fields, "to_dict", lambda: None)()
+    fields = outer if outer.get("text_config") is None else outer["text_config"]
     if not isinstance(fields, Mapping):
         raise refusal(f"has a `text_config` that is no table: {shown(outer['text_config'])}")
     model_type = fields.get("model_type", outer.get("model_type"))
@@ -169,15 +173,16 @@ def _parsed(config: object) -> Mapping[str, Any]:
 
 
 def _from_file(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    place = f"{os.fspath(path)!r:.300}"
     try:
         file = Path(path)
         if file.is_dir():
             file = file / "config.json"
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise refusal(f"{shown(path)} cannot be read: {error.strerror or error}") from error
+        raise refusal(f"{place} cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, RecursionError) as error:
-        raise refusal(f"{shown(path)} is no JSON file: {error}") from error
+        raise refusal(f"{place} is no JSON file: {error}") from error
     if not isinstance(found, dict):
-        raise refusal(f"{shown(path)} holds no JSON object")
+        raise refusal(f"{place} holds no JSON object")
     return found

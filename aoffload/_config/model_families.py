@@ -91,7 +91,7 @@ def _recurrent_layers(reader: ConfigReader) -> str:
 
 
 def _common(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
-    num_layers = reader.count("num_hidden_layers")
+    num_layers = reader.num_layers()
     kinds = _kinds(reader, num_layers)
     parts = _own_parts(reader, form, num_layers, [_parts(reader, form)] * num_layers)
     return _without_sharing(reader, kinds, parts)
@@ -223,7 +223,7 @@ def _from_types(reader: ConfigReader, types: list[str]) -> list[AttentionKind]:
 def _gemma_4(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
     """Full layers have heads of another size. With `attention_k_eq_v` they have another number of heads, too; their
     keys and values come from one projection, but keys are rotated and values are not, so both are stored."""
-    num_layers = reader.count("num_hidden_layers")
+    num_layers = reader.num_layers()
     types = reader.per_layer("layer_types", num_layers, str)
     if types is None or types[-1] != "full_attention":
         raise reader.refuse("has no `layer_types` that end with full_attention")
@@ -238,7 +238,7 @@ def _gemma_4(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
 
 def _llama_4(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
     """Layers without rotary positions, every fourth by default, have full attention, and the others have chunks."""
-    num_layers = reader.count("num_hidden_layers")
+    num_layers = reader.num_layers()
     types = reader.per_layer("layer_types", num_layers, str)
     every = reader.count("no_rope_layer_interval", 4)
     rotated = reader.per_layer("no_rope_layers", num_layers)  # 0: no rotary positions, whatever the name suggests
@@ -259,7 +259,7 @@ def _mimo_v2(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
     The reference implementation reads `sliding_window_size` tokens before a token, so its window has one more. An
     engine with the smaller window finds all that it reads.
     """
-    num_layers = reader.count("num_hidden_layers")
+    num_layers = reader.num_layers()
     reader.ignore("attention_chunk_size")  # repeats the window
     pattern = reader.per_layer("hybrid_layer_pattern", num_layers)
     types = reader.per_layer("layer_types", num_layers, str)
@@ -283,7 +283,7 @@ def _mimo_v2(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
 
 def _deepseek(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
     """Latents, and with an indexer (V3.2) its keys."""
-    num_layers, parts = reader.count("num_hidden_layers"), _parts(reader, form)
+    num_layers, parts = reader.num_layers(), _parts(reader, form)
     if reader.get("kv_lora_rank") is None:
         raise reader.refuse("has no `kv_lora_rank`, so what a latent holds is unknown")
     types = reader.per_layer("layer_types", num_layers, str)
@@ -297,7 +297,7 @@ def _deepseek(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
 def _minimax_m3(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
     """Keys and values in every layer. Sparse layers store one index key of a token, too, in the dtype of the weights:
     it chooses which blocks a query reads, so a hit without it would choose wrong ones."""
-    num_layers, parts = reader.count("num_hidden_layers"), _parts(reader, form)
+    num_layers, parts = reader.num_layers(), _parts(reader, form)
     if not reader.get("sparse_attention_config"):
         return [LayerKV(FullAttention(), parts)] * num_layers
     sparse = reader.part("sparse_attention_config")
@@ -375,7 +375,7 @@ def pages_of_deepseek_v4(reader: ConfigReader, form: KVFormat, block_size: int) 
     if block_size % STATES_OF_A_BLOCK:
         raise ConfigError("block_size", f"must be a multiple of {STATES_OF_A_BLOCK} for {reader.model_type}, because a "
                           f"latent stands for {STATES_OF_A_BLOCK} tokens; got {block_size}")  # fmt: skip
-    num_layers, size = reader.count("num_hidden_layers"), reader.count("head_dim")
+    num_layers, size = reader.num_layers(), reader.count("head_dim")
     ratios = reader.per_layer("compress_ratios", num_layers, at_least=True)
     if ratios is None or not set(ratios) <= {0, 1, 4, 128}:
         raise reader.refuse("has no `compress_ratios` of 0, 1, 4 or 128 for each layer")
