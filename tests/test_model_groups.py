@@ -247,6 +247,16 @@ def test_the_attention_of_each_layer(fields: dict[str, Any], expected: list[Any]
     assert kinds(plain(**fields)) == expected
 
 
+def test_layers_with_heads_of_their_own() -> None:
+    """transformers 5 writes them into `per_layer_config`, by the number of the layer."""
+    own = {"0": {"head_dim": 32}, "02": {"head_dim": 32, "num_key_value_heads": 1}}
+    found = plain(per_layer_config=own).regions
+    assert [spec.shape for spec in found] == [(2, 16, 2, 32), (2, 16, 2, 16), (2, 16, 1, 32), (2, 16, 2, 16)]
+    assert plain(per_layer_config=own, v_head_dim=8).regions[1].shape == (16, 2, 8)
+    with pytest.raises(ConfigError, match="layer 2 stores other parts than an earlier layer"):
+        plain(per_layer_config={"2": {"head_dim": 32}}, layer_types=TYPES, sliding_window=9)
+
+
 def test_heads_and_their_sizes() -> None:
     """A missing head size is the hidden size divided by the heads; missing KV heads are as many as the heads."""
     lacking = {name: value for name, value in PLAIN.items() if name not in ("head_dim", "num_key_value_heads")}
@@ -271,6 +281,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": [1, 2, 3, 4]}, "has a `layer_types` that is no list of str"),
     ({"sliding_window": 9}, "neither `layer_types` nor another field says in which layers"),
     ({"sliding_window": -1}, "`sliding_window` that is no positive integer"),
+    ({"model_type": "gemma2"}, "gemma2 has no `sliding_window`"),
     ({"model_type": "qwen3", "sliding_window": 9, "use_sliding_window": True}, "no `max_window_layers`"),
     ({"layer_types": TYPES, "sliding_window": 9, "use_sliding_window": False}, "`use_sliding_window` is false"),
     ({"num_kv_shared_layers": 2}, "fields that may change what is cached.*: `num_kv_shared_layers`"),

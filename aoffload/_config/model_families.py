@@ -34,6 +34,8 @@ _ALL_SLIDE = frozenset({"mistral", "mixtral", "ministral", "phi3", "phimoe", "st
 _FULL_LAYER_EVERY = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "gemma3n_text": 5, "cohere2": 4, "gpt_oss": 2}
 """Types in which the last of so many layers has full attention and the others have the window, by default."""
 _SHARE_KV = frozenset({"gemma3n_text", "gemma4_text"})
+_OF_PARTS = ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "num_attention_heads", "hidden_size")
+"""Fields that decide the parts of a layer, beside its heads and their size."""
 _IMAGES_BOTH_WAYS = frozenset({"gemma3_text", "gemma4_text"})
 _UNTIL = "refused until recurrent state is built, because no block of tokens holds it"
 
@@ -120,7 +122,8 @@ def _own_parts(
             raise reader.refuse(
                 f"has a `per_layer_config` with {shown(name)}, which is none of its {num_layers} layers"
             )
-        fields = {"num_key_value_heads": _heads(reader), "head_dim": _head_size(reader), **own}
+        common = {name: reader.get(name) for name in _OF_PARTS}
+        fields = common | {"num_key_value_heads": _heads(reader), "head_dim": _head_size(reader), **own}
         part = ConfigReader(f"{reader.model_type}, layer {layer},", fields, fields)
         parts[layer] = _parts(part, form)
         part.check_all_read()
@@ -195,8 +198,11 @@ def _window(reader: ConfigReader) -> int | None:
     if reader.get("use_sliding_window") is False:
         reader.ignore("sliding_window")
         return None
-    if reader.model_type == "mistral" and "sliding_window" not in reader.fields:
-        return 4096  # transformers' default, which a config.json may leave out
+    if "sliding_window" not in reader.fields:
+        if reader.model_type in ("mistral", "ministral"):
+            return 4096  # transformers' default, which a config.json may leave out
+        if reader.model_type in _FULL_LAYER_EVERY:
+            return reader.count("sliding_window")
     return reader.optional_count("sliding_window")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from model_tensors import (
 
 pytest.importorskip("xxhash", reason="the extra `disk` is not installed")
 
-from aoffload import ConfigError, KVRegion, groups_of
+from aoffload import ConfigError, KVCacheGroup, KVRegion, groups_of
+from aoffload._kernel.layout import Layout
+from aoffload._transfer.region import identity_of
 from aoffload.errors import RegionError
 
 RECURRENT = {
@@ -158,6 +161,30 @@ async def test_a_view_of_another_layout_is_a_miss(tmp_path: Path) -> None:
     assert [region.block_shape for region in after.regions()] == [region.block_shape for region in before.regions()]
     async with runtime_on(after, tmp_path / "disk", "one name") as runtime:
         assert runtime.lookup(prompt).num_lower_tokens == 0
+
+
+def test_what_was_stored_from_usual_tensors_is_still_found() -> None:
+    """The identity of a directory or a store names the order of axes only where it is not the usual one. It is frozen
+    for contiguous tensors, because directories outlive versions."""
+    layout = Layout.of([KVCacheGroup("all", block_size=4)])
+
+    def identity(tensor: torch.Tensor, axis: int = 0) -> str:
+        return identity_of(layout, "name", KVRegion.all_of(tensor, axis)).replace(sys.byteorder, "order")
+
+    plain = torch.zeros(3, 2, 4, 5, 6)
+    assert identity(plain) == (
+        "('name', ['aoffload._config.groups.FullAttention FullAttention()'], [(0, 0)], "
+        "[('torch.float32', (2, 4, 5, 6), 960)], 'order')"
+    )
+    assert identity(plain[:, :, :, :1]) != identity(plain)
+    assert identity(torch.zeros(2, 3, 4, 5, 6), 1) == (
+        "('name', ['aoffload._config.groups.FullAttention FullAttention()'], [(0, 0)], "
+        "[('torch.float32', (4, 5, 6), 480), ('torch.float32', (4, 5, 6), 480)], 'order')"
+    )
+    swapped = torch.zeros(3, 2, 5, 4, 6).transpose(2, 3)
+    assert swapped.shape == plain.shape and identity(swapped) != identity(plain)
+    one_head = torch.zeros(3, 2, 1, 4, 6)
+    assert identity(one_head.transpose(2, 3)) == identity(one_head.reshape(3, 2, 4, 1, 6))
 
 
 # -- regions by name -------------------------------------------------------------------------------------------------
