@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import subprocess
@@ -401,3 +402,47 @@ def test_all_that_is_stored_is_in_a_region() -> None:
         for region in model.regions:
             assert math.prod(region.shape) * region.item_bytes == region.block_bytes
             assert all(view.offset + view.num_bytes <= region.block_bytes for view in region.views)
+
+
+ODD_VALUES: list[Any] = [
+    None,
+    -1,
+    0,
+    1,
+    3,
+    2**40,
+    1.5,
+    True,
+    "",
+    "x",
+    [],
+    [0],
+    [1] * 61,
+    ["full_attention"] * 61,
+    {},
+    {"a": 1},
+]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_configuration_with_an_odd_value_is_read_or_refused(path: Path) -> None:
+    """Whatever a field holds, the answer is a layout or `ConfigError`, and no other error."""
+    text = path.read_text()
+    names = [(part, name) for part, table in _tables(json.loads(text)) for name in table]
+    for part, name in names:
+        for value in ODD_VALUES:
+            config = json.loads(text)
+            dict(_tables(config))[part][name] = value
+            for options in ({}, {"dtype": "fp8_ds_mla", "tensor_parallel_size": 2}):
+                with contextlib.suppress(ConfigError):
+                    model = groups_of(config, **options)
+                    assert all(size > 0 for region in model.regions for view in region.views for size in view.shape)
+
+
+def _tables(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The tables of a configuration, by name."""
+    found = [("", config)]
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found += [(f"{name}.{below}", table) for below, table in _tables(value)]
+    return found

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import attrs
-
 from .._common.arguments import shown
-from ..errors import ConfigError
 from .groups import AttentionKind, ChunkedLocal, FullAttention, SlidingWindow
-from .kv_formats import ITEM_BYTES, KVFormat, LayerKV, Part, check_latents, heads_parts, indexer_part, latent_part
+from .kv_formats import KVFormat, LayerKV, Part, heads_parts, indexer_part, latent_part
 from .model_config import ConfigReader
 
 _RECURRENT_KINDS = frozenset(
@@ -337,94 +334,3 @@ _FAMILIES = {
     "mimo_v2_flash": _mimo_v2,
     "minimax_m3": _minimax_m3,
 }
-
-
-# -- DeepSeek V4: several blocks for one layer -----------------------------------------------------------------------
-
-
-@attrs.frozen
-class Page:
-    """What one layer stores in one block of a group."""
-
-    layer: int
-    holds: str
-    shape: tuple[int, ...]
-    dtype: str
-    num_bytes: int
-    """With the padding that the kernels' alignment needs."""
-
-
-@attrs.frozen
-class PagedKind:
-    """The pages that have one kind of attention and one block size."""
-
-    name: str
-    attention: AttentionKind
-    block_size: int
-    pages: tuple[Page, ...]
-
-
-STATES_OF_A_BLOCK = 128
-"""A block of DeepSeek V4 must hold whole states of the layers that compress most."""
-
-
-def pages_of_deepseek_v4(reader: ConfigReader, form: KVFormat, block_size: int) -> list[PagedKind]:
-    """The pages of DeepSeek V4, in the sizes that vLLM uses.
-
-    Each layer has a window of latents. Layers with a `compress_ratio` of 4 or 128 keep one latent of so many tokens in
-    addition, and those of 4 an indexer key for it. The states that the next compressed latent is made of are windows
-    too: they are stored for each token, so a block holds them, unlike a recurrent state. Blocks of all these have
-    different numbers of tokens, so that their bytes are about equal.
-    """
-    refuse_what_no_block_holds(reader)
-    check_latents(form)
-    if block_size % STATES_OF_A_BLOCK:
-        raise ConfigError("block_size", f"must be a multiple of {STATES_OF_A_BLOCK} for {reader.model_type}, because a "
-                          f"latent stands for {STATES_OF_A_BLOCK} tokens; got {block_size}")  # fmt: skip
-    num_layers, size = reader.num_layers(), reader.count("head_dim")
-    ratios = reader.per_layer("compress_ratios", num_layers, at_least=True)
-    if ratios is None or not set(ratios) <= {0, 1, 4, 128}:
-        raise reader.refuse("has no `compress_ratios` of 0, 1, 4 or 128 for each layer")
-    if reader.count("num_key_value_heads", 1) != 1:
-        raise reader.refuse("has several KV heads, and a latent has none")
-    window, rope, index_size = (
-        reader.count("sliding_window"),
-        reader.count("qk_rope_head_dim"),
-        reader.count("index_head_dim"),
-    )
-    reader.ignore("compress_rope_theta", "num_hash_layers")
-    reader.check_all_read()
-    row = (size - rope) + 2 * rope + -(-(size - rope) // 64 // 8) * 8  # fp8, bfloat16, and scales of 64 elements
-    width, dtype = (row, "uint8") if form.is_ds_mla else (size, form.element)
-    alignment = 576 if form.is_ds_mla else 512
-    at_4 = [layer for layer, ratio in enumerate(ratios) if ratio == 4]
-    at_128 = [layer for layer, ratio in enumerate(ratios) if ratio == 128]
-
-    def page(layer: int, holds: str, rows: int, elements: int, kind: str, item_bytes: int) -> Page:
-        num_bytes = -(-rows * elements * item_bytes // alignment) * alignment
-        return Page(layer, holds, (rows, elements), kind, num_bytes)
-
-    item, index_part = ITEM_BYTES[dtype], indexer_part(index_size)
-    compressed = [
-        page(layer, name, block_size // ratio, elements, kind, item_bytes)
-        for layer, ratio in enumerate(ratios)
-        if ratio > 1
-        for name, elements, kind, item_bytes in (
-            [("compressed latent", width, dtype, item)] + [("indexer keys", index_part.size, "uint8", 1)] * (ratio == 4)
-        )
-    ]
-    local = [page(layer, "latent", block_size // 4, width, dtype, item) for layer in range(num_layers)]
-    # A state of a ratio of 4 overlaps with the one before it: twice the elements, and a window of two of them.
-    states_4 = [
-        page(layer, name, block_size // 64, 4 * elements, "float32", 4)
-        for layer in at_4
-        for name, elements in (("compressor state", size), ("indexer state", index_size))
-    ]
-    states_128 = [page(layer, "compressor state", block_size // 32, 2 * size, "float32", 4) for layer in at_128]
-    kinds = [
-        PagedKind("full", FullAttention(), block_size, tuple(compressed)),
-        PagedKind("sliding", SlidingWindow(window), block_size // 4, tuple(local)),
-        PagedKind("state-4", SlidingWindow(8), block_size // 64, tuple(states_4)),
-        PagedKind("state-128", SlidingWindow(128), block_size // 32, tuple(states_128)),
-    ]
-    return [kind for kind in kinds if kind.pages]

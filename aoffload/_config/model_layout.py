@@ -16,10 +16,12 @@ import attrs
 
 from .._common.arguments import check_int, shown
 from ..errors import ConfigError
+from .deepseek_v4 import BLOCK_SIZE as V4_BLOCK_SIZE
+from .deepseek_v4 import PagedKind, pages_of
 from .groups import MAX_BLOCK_SIZE, AttentionKind, ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 from .kv_formats import ITEM_BYTES, LAYOUTS, SCALES_PART, KVFormat, LayerKV
 from .model_config import read_config
-from .model_families import PagedKind, layers_of, pages_of_deepseek_v4
+from .model_families import layers_of
 
 MAX_RANKS = 65_536
 
@@ -131,7 +133,7 @@ def groups_of(
     if dtype == "auto":
         _check_quantization(reader.fields.get("quantization_config") or reader.outer.get("quantization_config"))
     if reader.model_type == "deepseek_v4":
-        kinds = pages_of_deepseek_v4(reader, form, block_size or 256)
+        kinds = pages_of(reader, form, block_size or V4_BLOCK_SIZE)
         groups, layers, regions = _packed(kinds, tensor_parallel_size)
     else:
         stored = layers_of(reader, form)
