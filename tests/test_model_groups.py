@@ -299,7 +299,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "gemma", "head_dim": None}, "gemma has no `head_dim`"),
     ({"text_config": 5}, "`text_config` that is no table"),
     ({"model_type": "deepseek_v3"}, "has no `kv_lora_rank`"),
-    ({"model_type": "deepseek_v4", "compress_ratios": [2] * 4}, "no `compress_ratios` of 0, 1, 4 or 128"),
+    (
+        {"model_type": "deepseek_v4", "sliding_window": 9, "compress_ratios": [2] * 4},
+        "no `compress_ratios` of 0, 1, 4 or 128",
+    ),
     ({"model_type": "mimo_v2_flash"}, "no `hybrid_layer_pattern`"),
     ({"model_type": "gemma4_text", "layer_types": TYPES[::-1], "sliding_window": 9}, "end with full_attention"),
     (

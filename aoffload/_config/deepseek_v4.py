@@ -65,8 +65,8 @@ def pages_of(reader: ConfigReader, form: KVFormat, block_size: int) -> list[Page
     if reader.count("num_key_value_heads", 1) != 1:
         raise reader.refuse("has several KV heads, and a latent has none")
     width, dtype = _latent(reader, form, size)
-    index = indexer_part(reader.count("index_head_dim"))
     index_size = reader.count("index_head_dim")
+    index = indexer_part(index_size)
     reader.ignore("compress_rope_theta")  # of positions, as `num_hash_layers` is of experts
     reader.check_all_read()
     alignment = 576 if form.is_ds_mla else 512

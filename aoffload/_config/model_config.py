@@ -1,8 +1,8 @@
 """A model's config.json: found, parsed, and read field by field.
 
-The reader notes which fields were read. A field whose name suggests that it changes what is cached, and that nobody has
-read, refuses the model: a field that is ignored by mistake would give blocks of the wrong size, or KV that is taken
-from blocks that a window has left.
+The reader notes which fields were read. If a field that was not read has a name that suggests that it changes what is
+cached, the model is refused. To ignore such a field by mistake would give blocks of the wrong size, or groups that give
+up KV that a layer still reads.
 """
 
 from __future__ import annotations
