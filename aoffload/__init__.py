@@ -16,6 +16,7 @@ from ._common.prefix import KeySpan
 from ._common.tiers import Tier
 from ._config.config import OffloadConfig
 from ._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from ._config.model_layout import ModelLayout, RegionSpec, groups_of
 from ._config.models import fingerprint
 from ._config.tiers import DiskTier, RemoteTier
 from ._extensions.assembly import Ledger
@@ -99,6 +100,7 @@ __all__ = [
     "LazyStore",
     "Ledger",
     "MissingExtra",
+    "ModelLayout",
     "NoStore",
     "OffloadConfig",
     "OffloadRuntime",
@@ -106,6 +108,7 @@ __all__ = [
     "PendingLoad",
     "PrefixMatch",
     "Preemption",
+    "RegionSpec",
     "RemoteTier",
     "Request",
     "RequestAborted",
@@ -120,4 +123,5 @@ __all__ = [
     "WrongState",
     "WrongThread",
     "fingerprint",
+    "groups_of",
 ]

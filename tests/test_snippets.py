@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -160,10 +161,12 @@ async def given(**names: Any) -> AsyncIterator[Names]:
     yield names
 
 
+LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "dtype": "float16"}
 GROUPS = [KVCacheGroup("full", block_size=16)]
 AROUND: dict[str, Callable[[], Any]] = {
     "docs/disk.md": partial(given, groups=GROUPS, model_path="model"),
     "docs/remote.md": partial(given, groups=GROUPS, model_path="model", secret=b"of eight letters"),
+    "docs/layouts.md": partial(given, model_path="model", num_blocks=NUM_ROWS),
     "docs/ranks.md": partial(given, build=build, config=config()),
     "docs/cuda.md": partial(given, kv_caches=torch.zeros(NUM_ROWS, 8)),
     "docs/loads.md": starting_early,
@@ -292,6 +295,7 @@ def test_each_block_of_a_page_runs_as_it_stands(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/weights.safetensors").write_bytes(b"weights")
+    (tmp_path / "model/config.json").write_text(json.dumps(LLAMA))
     asked: list[tuple[str, object]] = []
     names: Names = {"__name__": f"page_{page.stem}", "asked": asked}
     if page.name == "server.md":

@@ -30,7 +30,7 @@ from .._config.config import MAX_BLOCKS, OffloadConfig
 from .._config.tiers import LearnedEviction
 from .._eviction.extension import Eviction
 from .._eviction.status import EvictionStatistics
-from .._kernel.base import CacheBase, groups_of
+from .._kernel.base import CacheBase, configured_groups
 from .._kernel.events import Observer
 from .._kernel.extension import LedgerExtension
 from .._kernel.hooks import GuardedOrder
@@ -261,7 +261,7 @@ class Ledger(AnyLedger, CoreLedger):
         extensions: Iterable[LedgerExtension] = (),
     ) -> None:
         check_type("config", config, OffloadConfig)
-        policy, found = built_in(config, Layout.of(groups_of(config)), num_device_blocks)
+        policy, found = built_in(config, Layout.of(configured_groups(config)), num_device_blocks)
         if policy.num_watermark_blocks:
             found.append(WriteBack(policy))
         self._stores_nothing = isinstance(policy, NoStore)

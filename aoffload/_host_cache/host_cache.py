@@ -28,7 +28,7 @@ from .._config.config import OffloadConfig
 from .._eviction.extension import Eviction
 from .._extensions.assembly import AnyLedger, LedgerStatistics, built_in
 from .._extensions.load_choice import Loadable
-from .._kernel.base import groups_of
+from .._kernel.base import configured_groups
 from .._kernel.events import Observer
 from .._kernel.extension import LedgerExtension
 from .._kernel.index import lower_path
@@ -78,7 +78,7 @@ class HostCache(AnyLedger):
         check_type("config", config, OffloadConfig)
         if not callable(clock):
             raise InvalidArgument("clock", f"must be a function that returns seconds, got {shown(clock)}")
-        policy, found = built_in(config, Layout.of(groups_of(config)), num_device_blocks)
+        policy, found = built_in(config, Layout.of(configured_groups(config)), num_device_blocks)
         if policy.num_watermark_blocks:
             raise ConfigError("store_policy", "must not be lazy: only the engine knows what it evicts next")
         most_quarantined = int(config.max_quarantined_share * (num_device_blocks - 1))

@@ -61,7 +61,7 @@ from .tokens import TokenSequence
 Added = TypeVar("Added", bound=LedgerExtension)
 
 
-def groups_of(config: OffloadConfig) -> list[KVCacheGroup]:
+def configured_groups(config: OffloadConfig) -> list[KVCacheGroup]:
     groups = [group for group in config.groups if isinstance(group, KVCacheGroup)]
     if len(groups) != len(config.groups):
         raise ConfigError("groups", "must hold KVCacheGroup objects")
@@ -103,7 +103,7 @@ class CacheBase:
             check_extension(extension)
             if any(extension is other for other in own[:number]):
                 raise InvalidArgument("extensions", f"has one {type(extension).__name__} twice")
-        self.config, self.layout, self.block_bytes = config, Layout.of(groups_of(config)), block_bytes
+        self.config, self.layout, self.block_bytes = config, Layout.of(configured_groups(config)), block_bytes
         self.hooks = Hooks(self._fail)
         self.live_requests: dict[str, LedgerRequest] = {}
         self.closing: set[LedgerRequest] = set()

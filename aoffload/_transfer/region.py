@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from .._common.arguments import shown
+from .._config.model_layout import ModelLayout, RegionSpec
 from .._kernel.layout import Layout
 from ..errors import RegionError
 
@@ -105,6 +106,34 @@ class KVRegion:
             waiting += reversed(blocks.unbind(outermost))
         return tuple(found)
 
+    @classmethod
+    def of_model(cls, model: ModelLayout, kv_caches: Mapping[str, object]) -> tuple[KVRegion, ...]:
+        """The regions of `model` (from `groups_of`), in its order, from tensors by the names of `model.regions`.
+
+        Each member is a tensor `[num_blocks, ...]`, a `KVRegion`, or a sequence of them whose blocks together are a
+        block of the region, such as keys and values in two tensors. Raises `RegionError` naming the member that is
+        missing, that the model does not have, or that differs from its `RegionSpec` in the bytes of a block, the dtype
+        or the order of axes: a block id names a row in every region, so KV without one of them would be wrong.
+        """
+        if not isinstance(kv_caches, Mapping):
+            problem = f"must be a mapping with the names of model.regions, got {type(kv_caches).__name__}"
+            raise RegionError("kv_caches", problem)
+        names = [spec.name for spec in model.regions]
+        superfluous = [name for name in kv_caches if name not in names]
+        if superfluous:
+            problem = f"{model.model_type} has no region of this name; it has {_listed(names)}"
+            raise RegionError(f"kv_caches[{shown(superfluous[0])}]", problem)
+        parts: dict[str, KVRegion] = {}
+        for spec in model.regions:
+            if spec.name not in kv_caches:
+                needed = f"blocks of {list(spec.shape)} {spec.dtype}"
+                problem = f"is missing: {model.model_type} stores it with the same block ids ({needed})"
+                raise RegionError(f"kv_caches[{spec.name!r}]", problem)
+            parts |= _parts_of(spec, kv_caches[spec.name])
+        _check_alike(parts)
+        _check_disjoint(parts)
+        return tuple(parts.values())
+
     @property
     def device(self) -> torch.device:
         return self.tensor.device
@@ -188,6 +217,51 @@ def _region(name: str, member: object) -> KVRegion:
         return KVRegion.of(_plain(member))
     except RegionError as error:
         raise RegionError(name, error.problem if error.argument == "tensor" else str(error)) from None
+
+
+def _parts_of(spec: RegionSpec, member: object) -> dict[str, KVRegion]:
+    """The regions that make up the region `spec`, checked against it, by their names in messages."""
+    name = f"kv_caches[{spec.name!r}]"
+    members: dict[str, object] = {name: member}
+    if isinstance(member, Sequence) and not isinstance(member, (str, bytes)):
+        members = {f"{name}[{at}]": each for at, each in enumerate(member)}
+    regions = {place: _region(place, each) for place, each in members.items()}
+    found = sum(region.block_bytes for region in regions.values())
+    if found != spec.block_bytes:
+        problem = (
+            f"has blocks of {found} bytes; those of the model have {spec.block_bytes} ({list(spec.shape)} {spec.dtype})"
+        )
+        raise RegionError(name, problem)
+    for place, region in regions.items():
+        dtype = str(region.tensor.dtype).removeprefix("torch.")
+        if dtype != spec.dtype and not (dtype == "uint8" and region.tensor.element_size() == spec.item_bytes):
+            raise RegionError(place, f"is of {dtype}; the model stores {spec.dtype} there")
+        _check_axes(place, region, spec.shape[len(spec.shape) - len(_axes(region)) :])
+    return regions
+
+
+def _axes(region: KVRegion) -> list[int]:
+    """The shape of a block in the order of its bytes, outermost axis first; empty if the shape is unknown."""
+    tensor = region.tensor
+    if not region.block_shape or tuple(tensor.shape[1:]) != region.block_shape:
+        return []
+    order = sorted(range(1, tensor.dim()), key=tensor.stride, reverse=True)
+    return [tensor.shape[axis] for axis in order]
+
+
+def _check_axes(name: str, region: KVRegion, wanted: Sequence[int]) -> None:
+    """Raise if the block has the axes that the model wants in another order: the bytes would be others."""
+    found = [size for size in _axes(region) if size > 1]
+    expected = [size for size in wanted if size > 1]
+    if found != expected and sorted(found) == sorted(expected):
+        problem = f"has blocks whose bytes are in the order {found}; those of the model are in the order {expected}"
+        raise RegionError(name, f"{problem} (the argument `layout` of groups_of)")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    few = ", ".join(names[:4])
+    return few if len(names) <= 4 else f"{few} and {len(names) - 4} more"
 
 
 def _warn_of_two(name: str, tensor: torch.Tensor) -> None:
@@ -296,9 +370,19 @@ def identity_of(layout: Layout, namespace: str, regions: Sequence[KVRegion]) -> 
     """The layout, namespace and regions as text that is the same in every process. It does not include the sizes of
     units and blocks."""
     kinds = [_described(component.kind) for component in layout.components]
-    shapes = [(str(region.tensor.dtype), tuple(region.block_shape), region.block_bytes) for region in regions]
+    shapes = [(str(region.tensor.dtype), *_shape_in_memory(region), region.block_bytes) for region in regions]
     places = [tuple(place) for place in layout.places]
     return repr((namespace, kinds, places, shapes, sys.byteorder))
+
+
+def _shape_in_memory(region: KVRegion) -> tuple[tuple[int, ...], ...]:
+    """The shape of a block, and the order of its axes in memory unless it is the usual one: a view may have the shape
+    of another layout. The usual order is left out, so that directories and cells of versions without it are found."""
+    shape, blocks = tuple(region.block_shape), region.tensor
+    if not shape or tuple(blocks.shape[1:]) != shape or blocks[0].is_contiguous():
+        return (shape,)
+    axes = [axis for axis in range(len(shape)) if shape[axis] > 1]
+    return shape, tuple(sorted(axes, key=lambda axis: blocks.stride(axis + 1), reverse=True))
 
 
 def _described(kind: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from aoffload import FullAttention, SlidingWindow, groups_of
 from aoffload._reference.engine.transformers import TransformersModel
 from aoffload.errors import ConfigError
 from aoffload.integrations import PagedBatch, SequenceSlice, load_model
@@ -49,6 +51,30 @@ def test_the_page_lists_every_type() -> None:
     rows = [line.split(" | ") for line in TABLE.splitlines() if " | " in line][1:]
     assert [row[0] for row in rows] == model_types()
     assert {row[1] for row in rows} == {"served", "refused", "not built"}
+
+
+def test_groups_of_agrees_with_what_is_served() -> None:
+    """For each type that `load_model` serves, `groups_of` finds the same kinds of attention in transformers' default
+    configuration, or refuses it."""
+    if not is_written_with_this_version():
+        pytest.skip("another version of transformers")
+    from transformers import AutoConfig
+
+    names = {FullAttention: "full attention", SlidingWindow: "windows"}
+    agreed = []
+    for kind, verdict, attends in (row.split(" | ") for row in TABLE.splitlines() if row.count(" | ") == 2):
+        if verdict != "served" or "," in kind:
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = groups_of(AutoConfig.for_model(kind), dtype="bfloat16")
+        except ConfigError:
+            continue
+        found = sorted({names[type(group.attention)] for group in model.groups}, reverse=True)
+        assert " and ".join(found) == attends, kind
+        agreed.append(kind)
+    assert len(agreed) >= 60
 
 
 @pytest.mark.parametrize(

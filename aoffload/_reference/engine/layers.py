@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import torch
 
 from ..._config.config import GroupLike
 from ..._config.groups import AttentionKind, FullAttention, KVCacheGroup, SlidingWindow
+from ..._config.model_layout import equal_groups
 from ..._transfer.region import KVRegion
 from ...errors import ConfigError
 
@@ -50,16 +50,7 @@ def group_layers(kinds: Sequence[AttentionKind]) -> tuple[LayerGroup, ...]:
         kinds      s s s s s f s s s s s f          s: sliding, f: full
         group      0 0 1 1 2 5 2 3 3 4 4 5          two layers each
     """
-    by_kind: dict[AttentionKind, list[int]] = {}
-    for layer, kind in enumerate(kinds):
-        by_kind.setdefault(kind, []).append(layer)
-    size = math.gcd(*(len(layers) for layers in by_kind.values()))
-    parts = [(k, tuple(layers[at : at + size])) for k, layers in by_kind.items() for at in range(0, len(layers), size)]
-    names = [_name_of(kind) for kind, _ in parts]
-    return tuple(
-        LayerGroup(name if names.count(name) == 1 else f"{name}-{names[:index].count(name)}", layers, kind)
-        for index, (name, (kind, layers)) in enumerate(zip(names, parts, strict=True))
-    )
+    return tuple(LayerGroup(name, layers, kind) for name, kind, layers in equal_groups(kinds))
 
 
 def places_of(groups: Iterable[LayerGroup]) -> dict[int, LayerPlace]:
@@ -86,10 +77,6 @@ def check_groups(groups: Sequence[LayerGroup], configured: Sequence[GroupLike], 
             raise ConfigError("groups", f"{theirs.name!r} keeps {attention}, the model's layers read {mine.attention}")
         if theirs.block_size != block_size:
             raise ConfigError("groups", f"{theirs.name!r} has blocks of {theirs.block_size} tokens, not {block_size}")
-
-
-def _name_of(kind: AttentionKind) -> str:
-    return {FullAttention: "full", SlidingWindow: "sliding"}.get(type(kind), type(kind).__name__.lower())
 
 
 # -- layer fences ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,307 @@
+"""The groups and regions of a model, from its configuration alone.
+
+A block id names one row in every region, whichever group uses it. So the blocks of all groups must have equal bytes:
+layers of one kind become groups of equal numbers of layers, and slot `j` of every group shares its regions. A kind of
+layer that needs fewer bytes a token gets blocks of more tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import attrs
+
+from .._common.arguments import check_int, shown
+from ..errors import ConfigError
+from .deepseek_v4 import BLOCK_SIZE as V4_BLOCK_SIZE
+from .deepseek_v4 import PagedKind, pages_of
+from .groups import MAX_BLOCK_SIZE, AttentionKind, ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from .kv_formats import ITEM_BYTES, LAYOUTS, SCALES_PART, KVFormat, LayerKV
+from .model_config import read_config
+from .model_families import layers_of
+
+MAX_RANKS = 65_536
+
+
+@attrs.frozen
+class LayerView:
+    """What one layer stores in a block of a region, on one rank."""
+
+    group: str
+    """The name of the group whose block table the layer uses."""
+    layer: int
+    holds: str
+    """Such as "keys and values", "latent", "indexer keys" or "scales"."""
+    shape: tuple[int, ...]
+    dtype: str
+    """The name of the dtype in torch."""
+    offset: int = 0
+    """Where it begins in the block, in bytes."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@attrs.frozen
+class RegionSpec:
+    """A region that a model needs: what one of its blocks is, on one rank."""
+
+    name: str
+    """Such as "layer 0 keys and values"; with several groups, "slot 0 keys and values"."""
+    shape: tuple[int, ...]
+    """The shape of a block. In a group with other heads, the same bytes have another shape: see `views`."""
+    dtype: str
+    """The name of the dtype in torch. A tensor of `uint8` serves for each dtype of 8 bits."""
+    block_bytes: int
+    views: tuple[LayerView, ...]
+    """What each layer stores in a block: one view for each group, or several in a packed block."""
+    num_replicas: int = 1
+    """The number of tensor parallel ranks that hold the same bytes: 2 if 8 ranks share 4 KV heads."""
+    is_replicated: bool = False
+    """Whether there are several ranks and all hold the same bytes, such as the latents of MLA."""
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element."""
+        return ITEM_BYTES[self.dtype]
+
+
+@attrs.frozen
+class ModelLayout:
+    """The groups and regions of a model on one rank. `groups_of` makes it.
+
+    Layers are counted from 0, without draft layers (`num_nextn_predict_layers`).
+    """
+
+    model_type: str
+    groups: tuple[KVCacheGroup, ...]
+    """For `OffloadConfig(groups=...)`."""
+    layers: tuple[tuple[int, ...], ...]
+    """The layers of each group."""
+    regions: tuple[RegionSpec, ...]
+    """All must be given to a runtime, because a block id names a row in each of them: `KVRegion.of_model`."""
+    tensor_parallel_size: int
+    fingerprint: str
+    """Text for `OffloadConfig.namespace`, beside the name of the weights. It changes with everything here that decides
+    the bytes of a block: dtype, scales, layout, block size, windows, head sizes, tensor parallel size."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all regions together, on one rank."""
+        return sum(region.block_bytes for region in self.regions)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that the KV of a token takes on one rank, in all groups together, rounded up. Groups with a window keep
+        only the last tokens."""
+        return math.ceil(sum(Fraction(self.block_bytes, group.block_size) for group in self.groups))
+
+
+def groups_of(
+    config: object,
+    *,
+    block_size: int | None = None,
+    dtype: str = "auto",
+    scales: str = "auto",
+    layout: str = "NHD",
+    tensor_parallel_size: int = 1,
+) -> ModelLayout:
+    """The groups and regions of a model, from its config.json.
+
+    `config`: the parsed config.json, the path of it or of its directory, or a configuration of transformers.
+    `block_size`: tokens of the smallest block; None: 16, or 256 for DeepSeek V4. Kinds of layers that need fewer bytes
+    a token have larger blocks. `dtype`: "auto" (that of the weights), "bfloat16", "float16", "float32", "fp8_e4m3",
+    "fp8_e5m2", "int8", or "fp8_ds_mla" (latents in rows that hold their scales). `scales`: "auto", "none",
+    "per_tensor", "per_token_head" (a region of float32) or "in_row". `layout`: "NHD" (tokens before heads) or "HND".
+    `tensor_parallel_size`: the number of ranks among which KV heads are divided.
+
+    `ConfigError` names the argument that is wrong. For `config` it names the reason: a recurrent state, an encoder, or
+    a field that decides what is cached and is not understood for this type of model. Nothing is read but the
+    configuration.
+    """
+    if block_size is not None:
+        check_int("block_size", block_size, 1, MAX_BLOCK_SIZE, ConfigError)
+    check_int("tensor_parallel_size", tensor_parallel_size, 1, MAX_RANKS, ConfigError)
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ConfigError("layout", f"must be {' or '.join(LAYOUTS)}, got {shown(layout)}")
+    reader = read_config(config)
+    form = KVFormat.of(dtype, scales, reader.dtype())
+    if dtype == "auto":
+        _check_quantization(reader.fields.get("quantization_config") or reader.outer.get("quantization_config"))
+    if reader.model_type == "deepseek_v4":
+        kinds = pages_of(reader, form, block_size or V4_BLOCK_SIZE)
+        groups, layers, regions = _packed(kinds, tensor_parallel_size)
+    else:
+        stored = layers_of(reader, form)
+        groups, layers, regions = _slotted(stored, block_size or 16, layout, tensor_parallel_size)
+    text = _fingerprint(reader.model_type, form, layout, tensor_parallel_size, groups, regions)
+    return ModelLayout(reader.model_type, groups, layers, regions, tensor_parallel_size, text)
+
+
+def _check_quantization(quantization: object) -> None:
+    """Raise if the checkpoint says that KV is quantized, because "auto" would take the dtype of the weights."""
+    if not isinstance(quantization, dict):
+        return
+    for name in ("kv_cache_scheme", "kv_cache_quant_algo"):
+        if quantization.get(name):
+            raise ConfigError("dtype", f"is 'auto', and the checkpoint quantizes KV (`{name}`): give the dtype")
+
+
+def _fingerprint(
+    model_type: str,
+    form: KVFormat,
+    layout: str,
+    tensor_parallel_size: int,
+    groups: Sequence[KVCacheGroup],
+    regions: Sequence[RegionSpec],
+) -> str:
+    """A readable head, and a SHA-256 over all that decides the bytes of a block."""
+    attentions = [(group.name, repr(group.attention), group.block_size) for group in groups]
+    shapes = [(each.name, each.shape, each.dtype, each.block_bytes) for each in regions]
+    views = [
+        (view.group, view.layer, view.holds, view.shape, view.dtype, view.offset)
+        for each in regions
+        for view in each.views
+    ]
+    head = f"{model_type} kv={form.dtype} scales={form.scales} layout={layout} tp={tensor_parallel_size}"
+    content = repr((1, head, attentions, shapes, views))
+    return f"{head} {hashlib.sha256(content.encode()).hexdigest()[:32]}"
+
+
+# -- groups of equal bytes -------------------------------------------------------------------------------------------
+
+
+def equal_groups(kinds: Sequence[AttentionKind]) -> list[tuple[str, AttentionKind, tuple[int, ...]]]:
+    """Names, kinds and layers of the groups of a model whose layer `i` has the attention `kinds[i]`.
+
+    All groups have the same number of layers: the greatest common divisor of the kinds' layer counts. Kinds are in
+    order of first occurrence.
+
+        kinds      s s s s s f s s s s s f          s: sliding, f: full
+        group      0 0 1 1 2 5 2 3 3 4 4 5          two layers each
+    """
+    by_kind: dict[AttentionKind, list[int]] = {}
+    for layer, kind in enumerate(kinds):
+        by_kind.setdefault(kind, []).append(layer)
+    size = math.gcd(*(len(layers) for layers in by_kind.values()))
+    parts = [(k, tuple(layers[at : at + size])) for k, layers in by_kind.items() for at in range(0, len(layers), size)]
+    names = _numbered([_name_of(kind) for kind, _ in parts])
+    return [(name, kind, layers) for name, (kind, layers) in zip(names, parts, strict=True)]
+
+
+def _name_of(kind: AttentionKind) -> str:
+    names = {FullAttention: "full", SlidingWindow: "sliding", ChunkedLocal: "chunked"}
+    return names.get(type(kind), type(kind).__name__.lower())
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """Names that occur several times, each with its number."""
+    return [
+        name if names.count(name) == 1 else f"{name}-{names[:index].count(name)}" for index, name in enumerate(names)
+    ]
+
+
+Arranged = tuple[tuple[KVCacheGroup, ...], tuple[tuple[int, ...], ...], tuple[RegionSpec, ...]]
+
+
+def _slotted(stored: Sequence[LayerKV], block_size: int, layout: str, num_ranks: int) -> Arranged:
+    """Groups of equal numbers of layers. A region belongs to one slot, and each group has a layer in it."""
+    found = equal_groups([layer.attention for layer in stored])
+    if len(found) > 1:
+        _check_alike(stored)
+    sizes = _block_sizes({kind: stored[layers[0]] for _, kind, layers in found}, block_size, num_ranks)
+    regions = []
+    for slot in range(len(found[0][2])):
+        names = [part.holds for part in stored[found[0][2][slot]].parts]
+        for number, holds in enumerate(names):
+            views = []
+            for name, kind, layers in found:
+                part = stored[layers[slot]].parts[number]
+                shape = part.shape(sizes[kind], layout, num_ranks)
+                views.append(LayerView(name, layers[slot], holds, shape, part.dtype))
+            copies = [stored[layers[slot]].parts[number].num_replicas(num_ranks) for _, _, layers in found]
+            place = f"slot {slot}" if len(found) > 1 else f"layer {found[0][2][slot]}"
+            regions.append(_shared(f"{place} {holds}", views, math.gcd(*copies), num_ranks))
+    groups = tuple(KVCacheGroup(name, kind, sizes[kind]) for name, kind, _ in found)
+    return groups, tuple(layers for _, _, layers in found), tuple(regions)
+
+
+def _shared(name: str, views: Sequence[LayerView], num_replicas: int, num_ranks: int) -> RegionSpec:
+    """The region of one slot, as long as the longest view; blocks of the other groups are padded."""
+    longest = max(views, key=lambda view: view.num_bytes)
+    return RegionSpec(
+        name, longest.shape, longest.dtype, longest.num_bytes, tuple(views), num_replicas, 1 < num_ranks == num_replicas
+    )  # fmt: skip
+
+
+def _check_alike(stored: Sequence[LayerKV]) -> None:
+    """Raise if layers of one attention store different parts, because they could not take turns in a slot."""
+    by_kind: dict[AttentionKind, LayerKV] = {}
+    for number, layer in enumerate(stored):
+        first = by_kind.setdefault(layer.attention, layer)
+        if layer.parts != first.parts:
+            problem = f"layer {number} stores other parts than an earlier layer with {layer.attention}"
+            raise ConfigError("config", f"{problem}, so blocks of the groups would have different bytes")
+    kinds = {tuple((part.holds, part.dtype) for part in layer.parts) for layer in stored}
+    if len(kinds) > 1:
+        raise ConfigError("config", "kinds of layers store different parts, so they could not take turns in a block")
+
+
+def _block_sizes(kinds: dict[AttentionKind, LayerKV], block_size: int, num_ranks: int) -> dict[AttentionKind, int]:
+    """Tokens of a block for each kind: `block_size` for the kind with the most bytes a token, and a whole multiple of
+    it for others. Scales do not decide it: they are few, and padded."""
+    counted = {
+        kind: [part.token_bytes(num_ranks) for part in layer.parts if part.holds != SCALES_PART]
+        for kind, layer in kinds.items()
+    }
+    most = [max(column) for column in zip(*counted.values(), strict=True)] if len(counted) > 1 else []
+    sizes = {}
+    for kind, found in counted.items():
+        times = min((top // own for top, own in zip(most, found, strict=True)), default=1) if most else 1
+        sizes[kind] = block_size * times
+        if sizes[kind] > MAX_BLOCK_SIZE:
+            problem = f"is {block_size}, which gives blocks of {sizes[kind]} tokens for {kind}"
+            raise ConfigError("block_size", f"{problem}: {MAX_BLOCK_SIZE} is the most")
+    return sizes
+
+
+def _packed(kinds: Sequence[PagedKind], num_ranks: int) -> Arranged:
+    """Groups whose pages are packed one after the other into one region.
+
+    A block is as long as that of the first kind. The layers of the other kinds are divided into as few groups as fit.
+    Every rank holds all pages.
+    """
+    row_bytes = sum(page.num_bytes for page in kinds[0].pages)
+    parts = [(kind, layers) for kind in kinds for layers in _divided(kind, row_bytes)]
+    names = _numbered([kind.name for kind, _ in parts])
+    views, longest = [], row_bytes
+    for name, (kind, layers) in zip(names, parts, strict=True):
+        at = 0
+        for page in kind.pages:
+            if page.layer in layers:
+                views.append(LayerView(name, page.layer, page.holds, page.shape, page.dtype, at))
+                at += page.num_bytes
+        longest = max(longest, at)
+    region = RegionSpec("packed pages", (longest,), "uint8", longest, tuple(views), num_ranks, num_ranks > 1)
+    groups = tuple(
+        KVCacheGroup(name, kind.attention, kind.block_size) for name, (kind, _) in zip(names, parts, strict=True)
+    )
+    return groups, tuple(layers for _, layers in parts), (region,)
+
+
+def _divided(kind: PagedKind, row_bytes: int) -> list[tuple[int, ...]]:
+    """The layers of a kind, in as few parts of about equal size as fit into rows of `row_bytes`."""
+    by_layer: dict[int, int] = {}
+    for page in kind.pages:
+        by_layer[page.layer] = by_layer.get(page.layer, 0) + page.num_bytes
+    layers, num_parts = tuple(by_layer), -(-sum(by_layer.values()) // row_bytes)
+    while True:
+        size = -(-len(layers) // num_parts)
+        parts = [layers[at : at + size] for at in range(0, len(layers), size)]
+        if size == 1 or all(sum(by_layer[layer] for layer in part) <= row_bytes for part in parts):
+            return parts
+        num_parts += 1
