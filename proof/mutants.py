@@ -20,6 +20,7 @@ from .mutants_disk_shell import DISK_SHELL_MUTANTS
 from .mutants_engine import ENGINE_MUTANTS
 from .mutants_extensions import EXTENSION_MUTANTS
 from .mutants_in_flight import IN_FLIGHT_MUTANTS
+from .mutants_layouts import LAYOUT_MUTANTS
 from .mutants_learned_eviction import LEARNED_EVICTION_MUTANTS
 from .mutants_load_choice import LOAD_CHOICE_MUTANTS
 from .mutants_model_loading import MODEL_LOADING_MUTANTS
@@ -51,4 +52,5 @@ MUTANTS: tuple[Mutant, ...] = (
     + DEVICE_LOSS_MUTANTS + POLICY_MUTANTS
     + REMOTE_CORE_MUTANTS + REMOTE_SHELL_MUTANTS + REMOTE_STORE_MUTANTS + EXTENSION_MUTANTS + TIER_REPORT_MUTANTS
     + SHELL_MUTANTS + DIAGNOSIS_MUTANTS + SUBMISSION_MUTANTS + TRANSFER_MUTANTS + VLLM_MUTANTS + WINDOW_MUTANTS
+    + LAYOUT_MUTANTS
 )  # fmt: skip

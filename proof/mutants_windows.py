@@ -99,8 +99,8 @@ _SHARED_PREFIXES = (
     Mutant(
         "lazy windows as late as the rest",
         COMMITS,
-        "return self._plans(self._window_stores(request, lease.run, first, stop, is_last))",
-        "return ()",
+        "jobs = self._window_stores(request, lease.run, first, stop, is_last) if layout.windows else []",
+        "jobs = list[Job]()",
         "lazy has the window of a shared prefix",
         test=SHARED + "test_lazy_has_the_window_of_a_shared_prefix",
     ),

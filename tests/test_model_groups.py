@@ -155,6 +155,8 @@ def test_ranks_divide_heads_and_share_latents() -> None:
     assert (one_head.num_replicas, one_head.is_replicated) == (8, True)
     for spec in known("DeepSeek-V3.2", tensor_parallel_size=8).regions:
         assert (spec.num_replicas, spec.is_replicated) == (8, True)
+    replicas = [known(name, tensor_parallel_size=16).num_replicas for name in ("DeepSeek-V3.2", "Llama-3.1-8B")]
+    assert replicas == [16, 2], "consecutive ranks with the same bytes in all regions"
     found = known("MiniMax-M3", tensor_parallel_size=4).regions
     assert {spec.name.partition(" ")[2].partition(" ")[2]: spec.is_replicated for spec in found} == {
         "keys and values": False, "indexer keys": True,

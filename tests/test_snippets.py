@@ -167,7 +167,7 @@ AROUND: dict[str, Callable[[], Any]] = {
     "docs/disk.md": partial(given, groups=GROUPS, model_path="model"),
     "docs/remote.md": partial(given, groups=GROUPS, model_path="model", secret=b"of eight letters"),
     "docs/layouts.md": partial(given, model_path="model", num_blocks=NUM_ROWS),
-    "docs/ranks.md": partial(given, build=build, config=config()),
+    "docs/ranks.md": partial(given, build=build, config=config(), model_path="model"),
     "docs/cuda.md": partial(given, kv_caches=torch.zeros(NUM_ROWS, 8)),
     "docs/loads.md": starting_early,
     "docs/howto/preempting.md": preempting,

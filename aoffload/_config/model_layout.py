@@ -95,6 +95,12 @@ class ModelLayout:
         return sum(region.block_bytes for region in self.regions)
 
     @property
+    def num_replicas(self) -> int:
+        """The number of consecutive ranks that hold the same bytes in every region: for `RankTransport`, which then
+        stores them once."""
+        return math.gcd(*(region.num_replicas for region in self.regions))
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes that the KV of a token takes on one rank, in all groups together, rounded up. Groups with a window keep
         only the last tokens."""

@@ -167,7 +167,8 @@ class Commits:
             return ()
         for ask in self.hooks.ask_deferred:
             if ask(lease.run, stop):
-                return self._plans(self._window_stores(request, lease.run, first, stop, is_last))
+                jobs = self._window_stores(request, lease.run, first, stop, is_last) if layout.windows else []
+                return tuple([job.plan for job in jobs])
         host = self.cache.tiers[self.stores.destination]
         if first and host.num_evicted != request.evictions_before and not is_last:
             source, destination = self.stores.source, self.stores.destination
@@ -178,7 +179,7 @@ class Commits:
         jobs = self.stores.offer(request, lease.run, layout.full, first, stop)
         if layout.windows:
             jobs += self._window_stores(request, lease.run, first, stop, is_last)
-        return self._plans(jobs)
+        return tuple([job.plan for job in jobs]) if jobs else ()
 
     def _window_stores(self, request: LedgerRequest, run: Run, first: int, stop: int, is_last: bool) -> list[Job]:
         """Store the windows where a later hit may end, see the docstring of this module."""
@@ -195,7 +196,3 @@ class Commits:
                 hit_end = end - end % request.hit_alignment
                 jobs += self.stores.offer(request, run, component, component.first_unit(hit_end), hit_end)
         return jobs
-
-    @staticmethod
-    def _plans(jobs: list[Job]) -> tuple[TransferPlan, ...]:
-        return tuple([job.plan for job in jobs]) if jobs else ()

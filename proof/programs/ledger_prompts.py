@@ -33,7 +33,8 @@ class Prompts:
         length = rng.choice(self._lengths) if rng.random() < 0.6 else rng.randint(1, self.most_tokens)
         tokens = rng.choice(self._bases)[:length]
         if rng.random() < 0.3:
-            tokens = tokens[: rng.randint(0, len(tokens))] + self.tokens(rng.randint(1, 6))
+            # The longest tails are longer than the margin before any window of the layouts.
+            tokens = tokens[: rng.randint(0, len(tokens))] + self.tokens(rng.randint(1, rng.choice((6, 6, 20))))
         return tokens
 
     def identity(self) -> dict[str, Any]:

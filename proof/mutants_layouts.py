@@ -1,0 +1,106 @@
+"""Planted defects of model layouts: the groups and regions of a configuration, and ranks that hold the same bytes."""
+
+from __future__ import annotations
+
+from .planting import Mutant
+
+__all__ = ["LAYOUT_MUTANTS"]
+
+RANKS, LANE, LOCAL = "aoffload._transfer.ranks.transport", "aoffload._transfer.lane", "aoffload._transfer.local"
+OF_REPLICAS, OF_GROUPS = "tests/transfer/test_rank_replicas.py::", "tests/test_model_groups.py::"
+OF_BYTES = "tests/transfer/test_model_layouts.py::"
+FAMILIES, LAYOUT, REGION = (
+    "aoffload._config.model_families", "aoffload._config.model_layout", "aoffload._transfer.region"
+)  # fmt: skip
+
+LAYOUT_MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "every replica stores",
+        RANKS,
+        "if is_store and index % self.num_replicas != plan.job_id % self.num_replicas:",
+        "if False:",
+        "what ranks hold alike is stored once",
+        test=OF_REPLICAS + "test_what_one_rank_has_stored_every_rank_loads",
+    ),
+    Mutant(
+        "no replica loads but one",
+        RANKS,
+        "if is_store and index % self.num_replicas",
+        "if index % self.num_replicas",
+        "every rank loads what one of them has stored",
+        test=OF_REPLICAS + "test_what_one_rank_has_stored_every_rank_loads",
+    ),
+    Mutant(
+        "the same replica always stores for all groups",
+        RANKS,
+        "if is_store and index % self.num_replicas != plan.job_id % self.num_replicas:",
+        "if is_store and index != plan.job_id % self.num_replicas:",
+        "each group of replicas stores its own part",
+        test=OF_REPLICAS + "test_groups_of_replicas_have_memories_of_their_own",
+    ),
+    Mutant(
+        "replicas with checksums of their own",
+        LOCAL,
+        "digests = map_checksums(path, num_host_blocks, self.block_bytes) if path else None",
+        "digests = None",
+        "a rank verifies what another one has stored",
+        test=OF_REPLICAS + "test_what_one_rank_has_stored_every_rank_loads",
+    ),
+    Mutant(
+        "replicas counted as different parts",
+        RANKS,
+        "self.block_bytes = sum(rank.block_bytes for rank in self.ranks[:: self.num_replicas])",
+        "self.block_bytes = sum(rank.block_bytes for rank in self.ranks)",
+        "host memory is sized for one copy",
+        test=OF_REPLICAS + "test_a_runtime_over_replicas_hits_with_the_right_bytes",
+    ),
+    Mutant(
+        "shared memory counted again by each rank",
+        "aoffload._transfer.backends.cuda.page_locked",
+        "there = allocated_bytes(shared_path) if shared_path else 0",
+        "there = 0",
+        "a limit that is enough for one copy is enough",
+        test="tests/transfer/test_cuda_memory.py::test_memory_that_ranks_share_is_locked_by_each_and_counts_once",
+    ),
+    Mutant(
+        "a region may be forgotten",
+        REGION,
+        "            if spec.name not in kv_caches:\n",
+        "            if spec.name not in kv_caches and parts:\n                continue\n"
+        "            if spec.name not in kv_caches:\n",
+        "regions of one block id travel together",
+        test=OF_BYTES + "test_a_forgotten_region_is_named",
+    ),
+    Mutant(
+        "a view taken for the layout whose shape it has",
+        REGION,
+        "(str(region.tensor.dtype), *_shape_in_memory(region), region.block_bytes)",
+        "(str(region.tensor.dtype), tuple(region.block_shape), region.block_bytes)",
+        "KV of another layout is a miss, also after a restart",
+        test=OF_BYTES + "test_a_view_of_another_layout_is_a_miss",
+    ),
+    Mutant(
+        "a fingerprint without windows and block sizes",
+        LAYOUT,
+        "content = repr((1, head, attentions, shapes, views))",
+        "content = repr((1, head, shapes, views))",
+        "all that decides the bytes of a block changes the fingerprint",
+        test=OF_BYTES + "test_whatever_changes_the_bytes_changes_the_fingerprint",
+    ),
+    Mutant(
+        "an indexer key without its scale",
+        "aoffload._config.kv_formats",
+        'Part("indexer keys", index_size + 4 * (index_size // 128), "uint8")',
+        'Part("indexer keys", index_size, "uint8")',
+        "blocks have the bytes that an engine stores",
+        test=OF_GROUPS + "test_formats_of_latents",
+    ),
+    Mutant(
+        "a field that may decide what is cached is ignored",
+        FAMILIES,
+        "    reader.check_all_read()\n    return layers\n",
+        "    return layers\n",
+        "a configuration that is not understood is refused",
+        test=OF_GROUPS + "test_what_is_not_understood_is_refused",
+    ),
+)
