@@ -394,7 +394,7 @@ class LearnedOrder:
         self._plain = tuple([UseList() for _ in range(NUM_CLASSES)])
         self._spared = tuple([UseList() for _ in range(NUM_CLASSES)])
         self._last_use = 0
-        self._known = [(0, 0, 0.0) for _ in range(NUM_CLASSES)]
+        self._worths = [(0, 0, 0.0) for _ in range(NUM_CLASSES)]
         """The worth that was computed last, by class: (last use of the part, clock at the computation, worth)."""
 
     def asked(self, part: Part, num_uses: int) -> None:
@@ -470,10 +470,10 @@ class LearnedOrder:
 
     def _worth(self, part: Part) -> float:
         of_class, times = part.rank % NUM_CLASSES, self._times
-        last_use, clock, worth = self._known[of_class]
+        last_use, clock, worth = self._worths[of_class]
         if last_use != part.last_use or clock != times.clock:
             worth = times.worth(of_class, times.clock - part.last_use)
-            self._known[of_class] = (part.last_use, times.clock, worth)
+            self._worths[of_class] = (part.last_use, times.clock, worth)
         return worth
 
     def __iter__(self) -> Iterator[Part]:

@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["changes", "fingerprint", "names_of", "slots_of", "with_handles"]
 
-MEMOS = frozenset({"_hash_after", "_firsts"})
+MEMOS = frozenset({"_hash_after", "_firsts", "_worths"})
 """Fields computed on demand from other fields: reading may fill them in."""
 PLAIN = (int, float, str, bytes, type(None))
 FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType, type)
