@@ -8,6 +8,7 @@ __all__ = ["LAYOUT_MUTANTS"]
 
 RANKS, LANE, LOCAL = "aoffload._transfer.ranks.transport", "aoffload._transfer.lane", "aoffload._transfer.local"
 OF_REPLICAS, OF_GROUPS = "tests/transfer/test_rank_replicas.py::", "tests/test_model_groups.py::"
+OF_WORKERS = "tests/integrations/vllm_connector/test_vllm_replicas.py::"
 OF_BYTES = "tests/transfer/test_model_layouts.py::"
 FAMILIES, LAYOUT, REGION = (
     "aoffload._config.model_families", "aoffload._config.model_layout", "aoffload._transfer.region"
@@ -61,6 +62,30 @@ LAYOUT_MUTANTS: tuple[Mutant, ...] = (
         "there = 0",
         "a limit that is enough for one copy is enough",
         test="tests/transfer/test_cuda_memory.py::test_memory_that_ranks_share_is_locked_by_each_and_counts_once",
+    ),
+    Mutant(
+        "vLLM: every worker with latents stores",
+        "aoffload._vllm.replicas",
+        "return plan.direction is Direction.LOAD or plan.job_id % self.number == self.index",
+        "return True",
+        "latents are stored once for all workers",
+        test=OF_WORKERS + "test_workers_with_latents_store_them_once_and_all_load_them",
+    ),
+    Mutant(
+        "vLLM: workers with KV heads share memory",
+        "aoffload._vllm.replicas",
+        "if kinds <= set(_LATENT_KINDS) else 1",
+        "",
+        "only workers that hold the same bytes share memory",
+        test=OF_WORKERS + "test_only_workers_of_one_machine_that_hold_all_tokens_share",
+    ),
+    Mutant(
+        "vLLM: workers on several machines share memory",
+        "aoffload._vllm.replicas",
+        'if is_split or parallel.distributed_executor_backend != "mp":',
+        "if is_split:",
+        "only workers of one machine share memory",
+        test=OF_WORKERS + "test_only_workers_of_one_machine_that_hold_all_tokens_share",
     ),
     Mutant(
         "a region may be forgotten",

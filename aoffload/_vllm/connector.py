@@ -28,6 +28,7 @@ from .groups import CachedGroups
 from .guard import Guard
 from .messages import NOTHING, Commands, Reports
 from .refusals import check_all
+from .replicas import WorkerReplicas, num_replicas_of
 from .scheduler import SchedulerSide
 from .settings import given_namespace, offload_config, with_a_step_in_flight
 from .statistics import OffloadMetrics, OffloadStatistics
@@ -70,7 +71,10 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
         given = given_namespace(extra, vllm_config.model_config.model)
         namespace = "/".join([_namespace(vllm_config), *([given] if given else [])])
-        self._config = config = offload_config(extra, groups.groups, namespace=namespace, num_ranks=parallel.world_size)
+        replicas = num_replicas_of(vllm_config, kv_cache_config)
+        self._config = config = offload_config(
+            extra, groups.groups, namespace=namespace, num_ranks=parallel.world_size, num_replicas=replicas
+        )
         num_blocks = kv_cache_config.num_blocks
         placements = placements_of(kv_cache_config.kv_cache_tensors, num_blocks)
         self._deciding: Guard
@@ -90,6 +94,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker = WorkerSide(
                 config, placements, num_blocks, parallel.rank, self.make_transport, identity=identity,
                 adapters=_adapters(vllm_config, parallel.rank),
+                replicas=WorkerReplicas.of_tensor_parallel_group() if replicas > 1 else None,
             )  # fmt: skip
         self._at_end: Callable[[WorkerSide], None] = lambda worker: None
         """Called in a worker before it closes."""

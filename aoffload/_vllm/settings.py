@@ -28,10 +28,10 @@ KEYS = (*_SIZES, *_PASSED_ON, *_LOWER, NAMESPACE)
 
 
 def offload_config(
-    extra: Mapping[str, Any], groups: Sequence[GroupLike], *, namespace: str, num_ranks: int
+    extra: Mapping[str, Any], groups: Sequence[GroupLike], *, namespace: str, num_ranks: int, num_replicas: int = 1
 ) -> OffloadConfig:
-    """The configuration of one rank. `host_bytes` (or `cpu_bytes_to_use`) is the total for all `num_ranks`.
-    `num_host_blocks` counts blocks, each of which has a part on every rank.
+    """The configuration of one rank. `host_bytes` (or `cpu_bytes_to_use`) is the total for all `num_ranks`, of which
+    groups of `num_replicas` share one memory. `num_host_blocks` counts blocks, each of which has a part on every rank.
 
     `ConfigError` names a key that is unknown or whose value is invalid.
     """
@@ -46,7 +46,7 @@ def offload_config(
     if sizes == ["num_host_blocks"]:
         options["num_host_blocks"] = extra["num_host_blocks"]
     else:
-        options["host_bytes"] = max(1, parse_bytes(sizes[0], extra[sizes[0]]) // num_ranks)
+        options["host_bytes"] = max(1, parse_bytes(sizes[0], extra[sizes[0]]) * num_replicas // num_ranks)
     for key, from_table in _LOWER.items():
         if extra.get(key) is not None:
             if num_ranks > 1:

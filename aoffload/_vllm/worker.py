@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ from .messages import (
     ResetOver,
     Said,
 )
+from .replicas import WorkerReplicas
 from .worker_adapters import LoadedAdapters
 
 # -- copies ----------------------------------------------------------------------------------------------------------
@@ -293,10 +295,13 @@ class WorkerSide:
         clock: Callable[[], float] = time.monotonic,
         identity: Identity | None = None,
         adapters: LoadedAdapters | None = None,
+        replicas: WorkerReplicas | None = None,
     ) -> None:
         """`identity`: identifies KV that outlives the engine; None without disk and remote store. `adapters`: None
-        without LoRA, or if the connector cannot see them in this version of vLLM."""
+        without LoRA, or if the connector cannot see them in this version of vLLM. `replicas`: None if no other worker
+        holds the same bytes."""
         self.adapters = adapters
+        self._replicas = replicas
         self._identity = identity
         self._disk: WorkerDisk | None = None
         self._remote: WorkerRemote | None = None
@@ -322,7 +327,8 @@ class WorkerSide:
         disk, remote = disk_of(transport, self._config), remote_of(transport, self._config)
         if self._identity is not None:
             identify(disk, remote, self._config, self._identity, strides_of(kv_caches, self._num_blocks))
-        transport.open(num_host_blocks, verify=self._config.verify, deliver=self.copies.end, env=Env())
+        with nullcontext() if self._replicas is None else self._replicas.sharing(transport, num_host_blocks):
+            transport.open(num_host_blocks, verify=self._config.verify, deliver=self.copies.end, env=Env())
         self._transport = transport
         self._disk = None if disk is None else WorkerDisk(disk)
         self._remote = None if remote is None else WorkerRemote(remote, self.copies.clock)
@@ -349,6 +355,9 @@ class WorkerSide:
         """Start copies after all work that was submitted to the device so far. A copy in `uses` fails if the weights of
         its adapter have changed since it was planned."""
         for plan in plans:
+            if self._replicas is not None and not self._replicas.stores(plan):
+                self.copies.end(Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))  # another worker stores it
+                continue
             self.copies.begin(plan)
             try:
                 if (use := uses.get(plan.job_id)) is not None:

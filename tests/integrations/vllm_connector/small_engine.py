@@ -3,9 +3,11 @@ that wrong bytes are detected."""
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable
-from functools import reduce
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -16,12 +18,14 @@ from vllm_configs import kv_cache_config, vllm_config
 from vllm_doubles import AoffloadConnector, KVConnectorRole, vllm_importable
 
 from aoffload._vllm.messages import Commands
+from aoffload._vllm.replicas import WorkerReplicas
 from aoffload._vllm.scheduler import SchedulerSide
 from aoffload._vllm.worker import WorkerSide
 from aoffload._vllm.worker_adapters import watch
 from aoffload.ledger import Completion, Outcome, TransferPlan
 
 assert watch(LoraManager)
+PATIENCE_S = 30.0
 
 
 class SmallEngine:
@@ -32,14 +36,28 @@ class SmallEngine:
         *,
         windows: tuple[int, ...] = (0,),
         most_tokens: int = 1_000,
+        has_latents: bool = False,
         **extra: Any,
     ) -> None:
         self.manager = Manager(num_blocks, windows)
         self.most_tokens = most_tokens
         """Tokens that a request computes in one step, at most."""
         self.now = 0.0
-        described = kv_cache_config(num_blocks, windows)
-        with vllm_importable():
+        described = kv_cache_config(num_blocks, windows, has_latents=has_latents)
+        ranks, texts, meeting = iter(range(num_ranks)), [""] * num_ranks, threading.Barrier(num_ranks)
+
+        def next_replica() -> WorkerReplicas:
+            return WorkerReplicas(rank := next(ranks), num_ranks, partial(exchange, rank))
+
+        def exchange(rank: int, text: str) -> list[str]:
+            """Workers of one group hear the texts of each other."""
+            texts[rank] = text
+            meeting.wait(PATIENCE_S)
+            heard = list(texts)
+            meeting.wait(PATIENCE_S)
+            return heard
+
+        with vllm_importable(), patch.object(WorkerReplicas, "of_tensor_parallel_group", next_replica):
             self.connector = AoffloadConnector(vllm_config(num_ranks, **extra), KVConnectorRole.SCHEDULER, described)
             configs = [vllm_config(num_ranks, rank, **extra) for rank in range(num_ranks)]
             self.copiers = [AoffloadConnector(config, KVConnectorRole.WORKER, described) for config in configs]
@@ -51,8 +69,14 @@ class SmallEngine:
         with patch.dict(AoffloadConnector.bind_kv_cache_manager.__globals__, here):
             self.connector.bind_kv_cache_manager(self.manager)
         self.memories = [kv_tensor(num_blocks)[0] for _ in self.copiers]
-        for copier, memory in zip(self.copiers, self.memories, strict=True):
-            copier.register_kv_caches(dict.fromkeys(kv_tensor(num_blocks)[1].layers, memory))
+        layers = kv_tensor(num_blocks)[1].layers
+        with ThreadPoolExecutor(num_ranks) as workers:  # as processes do, they register at the same time
+            done = [
+                workers.submit(copier.register_kv_caches, dict.fromkeys(layers, memory))
+                for copier, memory in zip(self.copiers, self.memories, strict=True)
+            ]
+        for one in done:
+            one.result()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.loading: dict[str, Request] = {}

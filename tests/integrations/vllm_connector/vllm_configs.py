@@ -26,6 +26,9 @@ def vllm_config(num_ranks: int = 1, rank: int = 0, *, most_step_tokens: int = 1,
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1,
             world_size=num_ranks,
+            tensor_parallel_size=num_ranks,
+            distributed_executor_backend="mp" if num_ranks > 1 else "uni",
+            nnodes=1,
             rank=rank,
             pipeline_parallel_size=1,
             data_parallel_size=1,
@@ -46,13 +49,17 @@ def vllm_config(num_ranks: int = 1, rank: int = 0, *, most_step_tokens: int = 1,
     )
 
 
-def kv_cache_config(num_blocks: int, windows: tuple[int, ...] = (0,), **fields: Any) -> Any:
-    """A group of full attention for each 0 of `windows`, and one with a window for each other number."""
+def kv_cache_config(
+    num_blocks: int, windows: tuple[int, ...] = (0,), *, has_latents: bool = False, **fields: Any
+) -> Any:
+    """A group of full attention for each 0 of `windows`, and one with a window for each other number. `has_latents`:
+    full attention is that of MLA."""
+    full = interface.MLAAttentionSpec if has_latents else interface.FullAttentionSpec
 
     def spec(window: int) -> Any:
         if window:
             return interface.SlidingWindowSpec(**HEADS, dtype=torch.uint8, sliding_window=window)
-        return interface.FullAttentionSpec(**HEADS, dtype=torch.uint8)
+        return full(**HEADS, dtype=torch.uint8)
 
     found = {
         "num_blocks": num_blocks,
