@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import anyio
@@ -22,7 +22,7 @@ import torch
 from aoffload import ChunkedLocal, HostCache, KVCacheGroup, Ledger, OffloadConfig, OffloadRuntime, SlidingWindow, Tier
 from aoffload.ledger import Prefix, Root
 from aoffload.plan.replay import land
-from aoffload.plan.trace import Trace, read_trace
+from aoffload.plan.trace import Blocks, Trace, read_trace
 
 from .harness import Row
 from .peer import Peer
@@ -134,23 +134,42 @@ class Replayed:
 
     num_hit_tokens: int = 0
     num_stored: int = 0
+    num_shared: int = 0
+    """Requests that begin as two earlier prompts do, such as with a system prompt, before these part."""
+    num_shared_hit: int = 0
+    """Those of them that hit all of it."""
 
 
 def replay(trace: Trace, groups: Sequence[KVCacheGroup], num_host_blocks: int) -> Replayed:
     """Serve a trace in blocks of 16 tokens, one request after the other, on a device that holds one of them."""
     most = (trace.most_blocks + 1) * TRACE_TOKENS // BLOCK * len(groups) + 2
     ledger = Ledger(OffloadConfig(groups=groups, num_host_blocks=num_host_blocks), most)
-    found = Replayed()
+    found, nexts = Replayed(), dict[int, set[int]]()
     for each in trace.requests:
         # The trace does not say which tokens of a partly filled block the next turn has, so it is left out.
         blocks = each.blocks[: each.num_tokens // TRACE_TOKENS]
         tokens = np.append(np.repeat(blocks, TRACE_TOKENS), np.int32(trace.num_blocks))
         request = ledger.admit(Prefix.of(Root("windows"), tokens))
         found.num_hit_tokens += request.match.num_tokens
+        if shared := _shared(blocks, nexts) * TRACE_TOKENS:
+            found.num_shared += 1
+            found.num_shared_hit += request.match.num_tokens >= shared
         ledger.allocate_nowait(request)
         land(ledger, ledger.plan_load(request))
         computed = request.sequence.num_tokens
         found.num_stored += land(ledger, chain(ledger.commit(request, computed), ledger.release(request)))
+    return found
+
+
+def _shared(blocks: Blocks, nexts: dict[int, set[int]]) -> int:
+    """The last block of a prompt after which two earlier prompts go on differently. `nexts` has the blocks that have
+    followed each block, and gets those of this prompt."""
+    found = 0
+    for number, (block, following) in enumerate(pairwise(blocks.tolist()), 1):
+        known = nexts.setdefault(block, set())
+        if len(known) > 1:
+            found = number
+        known.add(following)
     return found
 
 
@@ -164,6 +183,10 @@ def _on_trace(trace: Trace, name: str, num_host: int) -> Iterator[Row]:
         yield Row(
             name=f"hits, {what}", value=found.num_hit_tokens, unit="tokens", against="full attention",
             limit=full.num_hit_tokens, ratio=found.num_hit_tokens / full.num_hit_tokens,
+        )  # fmt: skip
+        yield Row(
+            name=f"shared prefixes that hit, {what}", value=found.num_shared_hit, unit="requests",
+            against="full attention", limit=full.num_shared_hit, ratio=found.num_shared_hit / full.num_shared_hit,
         )  # fmt: skip
         yield Row(
             name=f"stores, {what}", value=found.num_stored, unit="blocks", against="full attention",
