@@ -414,7 +414,8 @@ class Request(RequestBase[Ledger, LedgerRequest]):
         """Allocate blocks for `num_tokens` tokens in total (None: the prompt's). `OutOfBlocks` changes nothing.
 
         To allocate only the first part of a prompt, allocate whole blocks. A part that ends inside a block causes a
-        warning, because it is most often a mistake, and the rest of that block costs nothing.
+        warning, because it is most often a mistake, and the rest of that block costs nothing. With windows, allocate at
+        least the hit: a hit that ends earlier needs other window blocks, which may not be there. Less causes a warning.
         """
         record = self._live()
         self._warn_of_part(record, num_tokens)
@@ -432,10 +433,20 @@ class Request(RequestBase[Ledger, LedgerRequest]):
         num_known = record.sequence.num_tokens
         if type(num_tokens) is not int or not 0 < num_tokens < num_known:
             return
-        if num_tokens % self._session.ledger.layout.unit_tokens:
+        layout, match = self._session.ledger.layout, record.match
+        hit = match.num_tokens + match.num_lower_tokens
+        problem = ""
+        if num_tokens % layout.unit_tokens:
             problem = (
-                f"{num_tokens} tokens in total are fewer than the {num_known} of {record}, and end inside of a block"
+                f"{num_tokens} tokens in total are fewer than the {num_known} of {record}, and end inside of a block:"
+                f" allocate a multiple of {layout.unit_tokens}"
             )
+        elif layout.windows and num_tokens < hit > match.num_device_tokens:
+            problem = (
+                f"{num_tokens} tokens in total are fewer than the hit of {hit} of {record}: with windows, a part of a"
+                f" hit may load nothing"
+            )
+        if problem:
             warnings.warn(f"allocate: {problem}", UserWarning, stacklevel=3)
 
     async def _allocate(self, record: LedgerRequest, num_tokens: int | None) -> None:

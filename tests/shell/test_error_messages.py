@@ -22,6 +22,8 @@ from aoffload import (
     KVRegion,
     OffloadConfig,
     OffloadRuntime,
+    SlidingWindow,
+    Tier,
     WrongState,
 )
 from aoffload._kernel.plans import PrefixMatch
@@ -173,6 +175,27 @@ async def test_a_part_of_a_prompt_that_ends_inside_of_a_block_is_a_warning() -> 
                         [str(found[0].message)] if is_odd else []
                     )
         await assert_at_rest(engine.runtime)
+
+
+async def test_with_windows_fewer_tokens_than_the_hit_are_a_warning() -> None:
+    """A part of a hit ends where its window is not stored, so it loads nothing: the request would compute all of it,
+    and nothing would say so. The whole hit, more, and no hit are no warning."""
+    groups = [KVCacheGroup("full", block_size=4), KVCacheGroup("window", SlidingWindow(6), 4)]
+    async with OffloadRuntime(OffloadConfig(groups=groups, num_host_blocks=40), torch.zeros(40, 8)) as runtime:
+        async with runtime.request(range(33)) as request:
+            await request.allocate(16)
+            request.commit(16)
+            await request.extend(33)
+            request.commit(33)
+        await runtime.flush()
+        await runtime.reset(Tier.DEVICE)
+        async with runtime.request(range(33)) as request:
+            with pytest.warns(UserWarning, match="allocate: 16 tokens in total are fewer than the hit of 32 of "):
+                await request.allocate(16)
+            assert await request.load() == 0
+        async with runtime.request(range(33)) as request:
+            await request.allocate(32)
+            assert await request.load() == 32
 
 
 async def test_a_pin_and_a_step_that_nobody_enters_are_warnings() -> None:
