@@ -7,9 +7,9 @@ the KV of every token that attention reads, so one wrong byte changes the output
 
 Prints:
     16 outputs like those of a run without blocks: True
-    73 steps, 14 preempted, 4 forked, 27 matches PENDING
+    75 steps, 15 preempted, 4 forked, 28 matches PENDING
     35 of 328 drafts accepted, 188 tokens hit in the engine's own blocks
-    300 tokens hit in host memory: 130 blocks stored, 111 loaded
+    324 tokens hit in host memory: 132 blocks stored, 119 loaded
     free at the end: 35 of 35 blocks, 0 held by copies
 """
 

@@ -58,7 +58,8 @@ def test_what_the_engine_is_told_wrongly_is_noticed(name: str, law: str, monkeyp
     }
     monkeypatch.setattr(EngineTier, name, wrong[name])
     broken = found()
-    assert broken.violation.startswith(law) or "integrity" in broken.violation, broken
+    told = broken.violation.removeprefix("events: ")  # an observer may be the first to see it
+    assert told.startswith(law) or "integrity" in told or "held by no job" in told, broken
     assert len(broken.shortest().calls) <= 8
 
 
