@@ -2,7 +2,8 @@
 
 Every question is longer than the window, so the request has left the end of the system prompt when its prompt is
 computed. Other prompts evict the system prompt from vLLM's own prefix cache before the next users come, so only host
-memory still has it. The second user shows that the prefix is shared; from the third user on all of it has to hit.
+memory still has it. The second user shows that the prefix is shared; from the third user on all of it has to hit. If
+vLLM retains all windows, it has to hit from the second user on.
 """
 
 from __future__ import annotations
@@ -33,22 +34,26 @@ def shared_prompts(model: str) -> tuple[Scenario, ...]:
     return (
         Scenario("shared, one after another", partial(_shared, model=model, at_once=1), is_short=True),
         Scenario("shared, in waves", partial(_shared, model=model, at_once=WAVE)),
+        Scenario("shared, windows retained", partial(_shared, model=model, at_once=1, retains_all=True)),
     )
 
 
-def _shared(bench: Bench, model: str, at_once: int) -> Row:
-    """Our connector has to find as many tokens as vLLM's own one, and all of the system prompt for all but two
-    users."""
+def _shared(bench: Bench, model: str, at_once: int, retains_all: bool = False) -> Row:
+    """Our connector has to find as many tokens as vLLM's own one, and all of the system prompt for all users but the
+    first, or the first two. `retains_all`: vLLM's prefix cache retains the windows at all blocks."""
     waves = _waves(at_once)
+    if retains_all:
+        bench = Bench(bench.model, {**bench.options, "prefix_cache_retention_interval": None})
     reference = _serve(bench, LARGE_POOL, waves)
     theirs = _serve(bench, POOL, waves, PEER)
     served = _serve(bench, POOL, waves, OURS)
-    how = "one after another" if at_once == 1 else f"{at_once} at once"
+    how = ("one after another" if at_once == 1 else f"{at_once} at once") + ", windows retained" * retains_all
+    num_new = 1 if retains_all else 2
     row = Bench(bench.model, reference=reference).judge(
         f"{model}{NUM_USERS} users of a system prompt, {how}", served,
         f"by user {_by_user(served)}; the peer finds {theirs.num_cached_tokens:,}: {_by_user(theirs)}",
     )  # fmt: skip
-    found, wanted = served.num_cached_tokens, max(theirs.num_cached_tokens, (NUM_USERS - 2) * NUM_SHARED)
+    found, wanted = served.num_cached_tokens, max(theirs.num_cached_tokens, (NUM_USERS - num_new) * NUM_SHARED)
     return row.missed(f"{found:,} tokens cached, of {wanted:,}" if found < wanted else "")
 
 
