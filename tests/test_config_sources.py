@@ -22,6 +22,7 @@ OTHERS: dict[str, Any] = {
     "host_bytes": "3GiB",
     "namespace": "llama-3.1-8b@bf16",
     "store_policy": "lazy",
+    "window_interval_tokens": 512,
     "eviction": "lru",
     "load_choice": "cost",
     "verify": True,

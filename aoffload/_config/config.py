@@ -132,6 +132,9 @@ class OffloadConfig:
     namespace: str = attrs.field(default="", validator=_text)
     """Identifies model, revision and dtype: a prompt never hits blocks of another namespace."""
     store_policy: Any = attrs.field(default="eager", validator=_store_policy)
+    window_interval_tokens: int = attrs.field(default=0, validator=_count(0))
+    """Windows are stored at the end of a prompt and where prompts part. A number of tokens, rounded up to whole blocks:
+    also at each multiple of it, so that the second prompt with a prefix hits up to there. 1: all blocks."""
     eviction: Any = attrs.field(default="lru", validator=_eviction)
     load_choice: Any = attrs.field(default="always", validator=_load_choice)
     """The part of a host hit to load: "always" (all of it), "cost" (the part whose load costs less than computing it),

@@ -26,7 +26,7 @@ from .._kernel.cache import PrefixCache
 from .._kernel.events import StoreSkipped
 from .._kernel.hooks import Hooks
 from .._kernel.index import covered, stretches
-from .._kernel.jobs import JobBook, Stores, first_stored
+from .._kernel.jobs import JobBook, Stores, first_stored, needed_at
 from .._kernel.layout import Component, without
 from .._kernel.moves import Moves
 from .._kernel.records import NO_LIMIT, Job, Run
@@ -204,10 +204,9 @@ class EngineOffers:
         ends = _branch_points(path, first, stop)
         if first <= stop < request.published:
             ends.append(stop)
+        ends += self.stores.checkpoints(first, stop)
         for component in self.cache.layout.windows:
-            hits = [
-                range(component.first_unit(end), end) for end in (one - one % request.hit_alignment for one in ends)
-            ]
+            hits = needed_at(component, [end - end % request.hit_alignment for end in ends])
             if is_end:
                 hits.append(range(first_stored(component, self.stores.last_end(request, stop)), stop))
             known = [unwritten.get(component.number, range(0))]

@@ -151,7 +151,8 @@ class CacheBase:
         self.cache = PrefixCache(self.layout, (device, host, *lower), order_of, LastUses(num_tracked_blocks))
         self.request_leases = RequestLeases(self.cache, self.hooks)
         self.jobs = JobBook(self.cache, moves, self.hooks, self._units_per_job(config.blocks_per_job(block_bytes)))
-        self.stores = Stores(self.cache, self.jobs, moves, Tier.DEVICE, BELOW)
+        interval = -(-config.window_interval_tokens // self.layout.unit_tokens)
+        self.stores = Stores(self.cache, self.jobs, moves, Tier.DEVICE, BELOW, interval)
         self._extensions: list[LedgerExtension] = []
         self._trusted = len(added) - len(own)
         self._waiting = added

@@ -17,7 +17,8 @@ What is stored, and when:
     windows             only where a later hit may end: at the end of the prompt, at the last offer, where the policy or
                         the store limit ends the stores, and at *branch points*, where the index knows another prompt
                         that goes on differently. The second prompt with a prefix shows that the prefix is shared, and
-                        it still has the window there, so the third prompt hits
+                        it still has the window there, so the third prompt hits. For the second prompt to hit, too, up
+                        to a multiple of `OffloadConfig.window_interval_tokens`, windows are stored there if it is set
     a host that evicts  units that the host has evicted since the request was admitted are stored again at its last
                         offer. Otherwise live requests whose prefixes do not fit together would evict each other's
                         blocks at every commit
@@ -35,7 +36,7 @@ from .cache import PrefixCache
 from .events import StoreSkipped
 from .hooks import Hooks
 from .index import branch_points
-from .jobs import Stores, first_stored
+from .jobs import Stores, first_stored, needed_at
 from .leases import RequestLeases, publish, slide_windows
 from .loads import require_no_holes
 from .moves import Moves
@@ -187,12 +188,12 @@ class Commits:
         ends = branch_points(run, first, stop)
         if first <= stop < request.published:
             ends.append(stop)
+        ends += self.stores.checkpoints(first, stop)
         is_end = is_last or request.is_at_end or first < stop == request.store_limit
         for component in self.cache.layout.windows:
             if is_end:
                 start = first_stored(component, self.stores.last_end(request, stop))
                 jobs += self.stores.offer(request, run, component, start, stop)
-            for end in ends:
-                hit_end = end - end % request.hit_alignment
-                jobs += self.stores.offer(request, run, component, component.first_unit(hit_end), hit_end)
+            for units in needed_at(component, [end - end % request.hit_alignment for end in ends]):
+                jobs += self.stores.offer(request, run, component, units.start, units.stop)
         return jobs

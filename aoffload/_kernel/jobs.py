@@ -394,6 +394,13 @@ class Stores:
     moves: Moves
     source: Tier
     destination: Tier
+    window_interval: int = 0
+    """Windows are also stored at every multiple of this number of units. 0: at none."""
+
+    def checkpoints(self, first: int, stop: int) -> range:
+        """The multiples of `window_interval` after unit `first`, up to unit `stop`."""
+        interval = self.window_interval
+        return range((first // interval + 1) * interval, stop + 1, interval) if interval else range(0)
 
     def offer(
         self,
@@ -485,6 +492,19 @@ def first_stored(component: Component, end: int) -> int:
     the next turn of a conversation may match somewhat earlier."""
     needed = component.first_unit(end)
     return max(0, needed - component.margin(end - needed))
+
+
+def needed_at(component: Component, ends: Iterable[int]) -> list[range]:
+    """The units of a window component that hits need that end at `ends`. Ranges that touch are joined, because the
+    windows of close ends overlap, and there may be as many ends as units."""
+    found: list[range] = []
+    for end in sorted(ends):
+        start = component.first_unit(end)
+        if found and start <= found[-1].stop:
+            found[-1] = range(found[-1].start, end)
+        else:
+            found.append(range(start, end))
+    return found
 
 
 def _contiguous(found: list[Stretch]) -> Iterator[list[Stretch]]:

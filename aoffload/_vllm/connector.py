@@ -30,7 +30,7 @@ from .messages import NOTHING, Commands, Reports
 from .refusals import check_all
 from .replicas import WorkerReplicas, num_replicas_of
 from .scheduler import SchedulerSide
-from .settings import given_namespace, offload_config, with_a_step_in_flight
+from .settings import given_namespace, offload_config, with_a_step_in_flight, with_windows_as_retained
 from .statistics import OffloadMetrics, OffloadStatistics
 from .worker import Identity, WorkerSide, invalid_blocks, lost_requests
 from .worker_adapters import LoadedAdapters, watch
@@ -83,6 +83,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.SCHEDULER:
             block_bytes = block_bytes_of(placements)
             config = with_a_step_in_flight(config, vllm_config.scheduler_config.max_num_batched_tokens, block_bytes)
+            config = with_windows_as_retained(config, extra, vllm_config.cache_config)
             half = SchedulerSide(
                 config, groups, num_blocks=num_blocks, block_bytes=block_bytes, num_ranks=parallel.world_size,
                 max_loaded_adapters=None if vllm_config.lora_config is None else vllm_config.lora_config.max_cpu_loras,

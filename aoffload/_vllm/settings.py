@@ -15,10 +15,11 @@ from .._config.tiers import parse_bytes
 from ..errors import ConfigError
 
 _SIZES = ("host_bytes", "cpu_bytes_to_use", "num_host_blocks")
+WINDOW_INTERVAL = "window_interval_tokens"
 _PASSED_ON = (
     "store_policy", "eviction", "load_choice", "verify", "max_bytes_in_flight", "max_jobs_in_flight", "max_job_bytes",
     "transfer_timeout_s", "store_timeout_s", "pending_timeout_s", "max_quarantined_share", "fetch_timeout_s",
-    "max_fetch_share", "prefill_tokens_per_s",
+    "max_fetch_share", "prefill_tokens_per_s", WINDOW_INTERVAL,
 )  # fmt: skip
 _DEFAULTS = {"transfer_timeout_s": 30, "fetch_timeout_s": 5}
 """Without these defaults, a request of vLLM could wait for its load, the disk or the remote store without bound."""
@@ -64,6 +65,16 @@ def with_a_step_in_flight(config: OffloadConfig, most_tokens: int, block_bytes: 
         return config
     step_bytes = block_bytes * sum(-(-most_tokens // group.block_size) for group in config.groups)
     return attrs.evolve(config, max_bytes_in_flight=max(config.bytes_in_flight, step_bytes))
+
+
+def with_windows_as_retained(config: OffloadConfig, extra: Mapping[str, Any], cache_config: Any) -> OffloadConfig:
+    """`config`, with windows stored where vLLM's own prefix cache retains them, unless the key says where: at each
+    multiple of `prefix_cache_retention_interval` tokens. In vLLM, None means every block. 0 means only where prompts
+    end and part, and so does a version of vLLM without that option."""
+    if WINDOW_INTERVAL in extra:
+        return config
+    interval = getattr(cache_config, "prefix_cache_retention_interval", 0)
+    return attrs.evolve(config, window_interval_tokens=1 if interval is None else interval)
 
 
 def given_namespace(extra: Mapping[str, Any], model: str) -> str:

@@ -8,6 +8,7 @@ from .bench import Bench, Scenario, run_part
 from .models import HYBRID
 from .one_rank import ours, without
 from .rows import Row
+from .shared_prompt import shared_prompts
 from .transfers import faulty
 
 __all__ = ["SCENARIOS"]
@@ -49,6 +50,7 @@ SCENARIOS = (
     Scenario("every load fails", all_fail, is_short=True),
     Scenario("half", half_fail),
     Scenario("unproven", unproven),
+    *shared_prompts(NAME),
 )
 
 if __name__ == "__main__":

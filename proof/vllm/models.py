@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DENSE", "HYBRID", "build"]
+__all__ = ["DENSE", "GPT_OSS", "HYBRID", "build"]
 
 SPREAD = 0.08
 """Standard deviation of the weights. With those of `load_format="dummy"` outputs would hardly depend on KV."""
@@ -24,6 +24,19 @@ HYBRID = {
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 """One layer with a window of three blocks, one that attends to everything."""
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 64,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
+    "max_position_embeddings": 4096, "torch_dtype": "float32", "rms_norm_eps": 1e-5, "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 128,
+    },
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+"""Layers with a window of four blocks alternate with layers that attend to everything. Every head has an attention
+sink. The experts have plain weights, not MXFP4."""
 
 
 def build(config: dict[str, Any], folder: Path) -> Path:
@@ -50,10 +63,15 @@ def _draw(folder: Path, file: Path) -> None:
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).state_dict()
     random = torch.Generator().manual_seed(0)
     drawn = {
-        name: torch.randn(shape.shape, generator=random) * SPREAD if shape.dim() > 1 else torch.ones(shape.shape)
+        name: torch.ones(shape.shape) if _is_norm(name) else torch.randn(shape.shape, generator=random) * SPREAD
         for name, shape in shapes.items()
     }
     save_file(drawn, file, metadata={"format": "pt"})
+
+
+def _is_norm(name: str) -> bool:
+    """Whether these weights scale a normalised vector. The models have no biases there."""
+    return name.endswith("norm.weight")
 
 
 def _name_tokens(number: int, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-__all__ = ["Conversations", "burst", "words"]
+__all__ = ["Conversations", "burst", "users", "words"]
 
 VOCABULARY = 512
 FIRST_WORD = 3
@@ -22,6 +22,13 @@ def burst(number: int, num_shared: int, num_own: int) -> dict[str, list[int]]:
     """Prompts that share their first `num_shared` tokens."""
     shared = words("shared", num_shared)
     return {f"b{each}": shared + words(f"own {each}", num_own) for each in range(number)}
+
+
+def users(number: int, num_shared: int, question: range) -> dict[str, list[int]]:
+    """Prompts of users with one system prompt of `num_shared` tokens, each with a question of its own. `question`: the
+    lengths that a question may have."""
+    drawn, system_prompt = random.Random("questions"), words("system prompt", num_shared)
+    return {f"user{user}": system_prompt + words(f"question {user}", drawn.choice(question)) for user in range(number)}
 
 
 class Conversations:

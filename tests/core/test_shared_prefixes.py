@@ -154,8 +154,9 @@ def test_the_disk_has_the_window_of_a_shared_prefix() -> None:
 class Naive:
     """What the host has if nothing is evicted and every copy lands: sets of prefixes, unit by unit."""
 
-    def __init__(self, groups: Sequence[KVCacheGroup], face: type[Own | Engine]) -> None:
+    def __init__(self, groups: Sequence[KVCacheGroup], face: type[Own | Engine], interval_tokens: int = 0) -> None:
         self.layout = Layout.of(groups)
+        self.interval = -(-interval_tokens // self.layout.unit_tokens)
         self.has_margin = face is Own
         """An engine has no margin before a window: these blocks are null."""
         self.held: dict[int, set[tuple[int, ...]]] = {each.number: set() for each in self.layout.components}
@@ -184,6 +185,7 @@ class Naive:
         num_units = len(tokens) // layout.unit_tokens
         last = min(num_units, (len(tokens) - 1) // layout.unit_tokens)
         ends = [end for end in range(max(hit, 1), num_units) if self.parts_at(tokens, end)]
+        ends += [end for end in range(hit + 1, num_units + 1) if self.interval and not end % self.interval]
         for component in layout.components:
             needed = component.first_unit(last)
             first = max(0, needed - -(-(last - needed) // 4)) if component.number else 0
@@ -209,20 +211,42 @@ class Naive:
 
 @each_face
 @each_layout
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("interval", [0, 1, 24, 50])
+@pytest.mark.parametrize("seed", range(6))
 def test_random_prompts_hit_exactly_what_the_rule_says(
-    face: type[Own | Engine], groups: list[KVCacheGroup], seed: int
+    face: type[Own | Engine], groups: list[KVCacheGroup], seed: int, interval: int
 ) -> None:
     """Prompts that part anywhere from each other: each hits as much as a model that keeps a set of prefixes says, no
     unit more and none less."""
     rng = random.Random(seed)
-    users, naive = face(groups), Naive(groups, face)
+    users, naive = face(groups, window_interval_tokens=interval), Naive(groups, face, interval)
     prompts: list[list[int]] = [[]]
     for number in range(1, 22):
         known = rng.choice(prompts)
         tokens = [*known[: rng.randint(0, len(known))], *prompt(number, rng.randint(1, 60))]
         prompts.append(tokens)
         assert users.serve(tokens) == naive.serve(tokens), f"prompt {number}"
+
+
+@each_face
+@pytest.mark.parametrize(("interval", "second"), [(0, 0), (1, 88), (24, 72), (40, 80), (45, 48), (96, 0)])
+def test_the_second_user_hits_up_to_a_multiple_of_the_interval(
+    face: type[Own | Engine], interval: int, second: int
+) -> None:
+    """The interval counts whole blocks: 45 tokens are twelve of them."""
+    users = face(LAYOUTS["window"], window_interval_tokens=interval)
+    assert [users.serve([*prompt(1, 88), *prompt(user, 70)]) for user in (2, 3, 4)] == [0, second, 88]
+
+
+@each_face
+def test_windows_at_intervals_cost_their_blocks(face: type[Own | Engine]) -> None:
+    """A window of five blocks at every tenth one stores half of the window blocks; at every block, all of them."""
+    held = {}
+    for interval in (0, 10 * BLOCK, 1):
+        users = face(LAYOUTS["window"], window_interval_tokens=interval)
+        users.serve(prompt(1, 50 * BLOCK + 1))
+        held[interval] = users.driven.ledger.statistics().host.num_cached - 50
+    assert held == {0: 5 + 2, 10 * BLOCK: 5 * 5 + 2, 1: 50}, "the margin at the end of the prompt is two blocks"
 
 
 @each_face

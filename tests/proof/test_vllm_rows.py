@@ -10,7 +10,7 @@ import pytest
 
 from proof.vllm.hooks import HookTimes, mean, percentile
 from proof.vllm.outputs import MOST_APART, Answer, compare, digest
-from proof.vllm.prompts import Conversations, burst, words
+from proof.vllm.prompts import Conversations, burst, users, words
 from proof.vllm.rows import HEAD, Row, judge, read, table, write
 
 ONE = Answer((5, 6, 7), (-0.5, -1.5, -2.5), num_prompt_tokens=64, num_cached_tokens=32)
@@ -99,6 +99,15 @@ def test_prompts_are_the_same_everywhere() -> None:
     assert words("x", 5) == words("x", 5) != words("y", 5)
     first, second = list(burst(2, 64, 10).values())
     assert first[:64] == second[:64] and first[64:] != second[64:] and len(first) == 74
+
+
+def test_users_of_a_system_prompt_ask_questions_of_their_own() -> None:
+    """They share the system prompt, and no token block after it."""
+    prompts = users(8, 64, range(20, 40))
+    assert len(prompts) == 8 and len({tuple(prompt[:64]) for prompt in prompts.values()}) == 1
+    assert len({tuple(prompt[64:72]) for prompt in prompts.values()}) == 8
+    assert all(20 <= len(prompt) - 64 < 40 for prompt in prompts.values())
+    assert prompts == users(8, 64, range(20, 40))
 
 
 def test_a_conversation_goes_on_with_its_answer() -> None:

@@ -546,6 +546,7 @@ MADE: dict[str, Row] = {
     "host_bytes": Row(lambda _, v: made_with(num_host_blocks=None, host_bytes=v), "host_bytes num_host_blocks", "1"),
     "namespace": Row(lambda _, v: made_with(namespace=v), "namespace", "'' 'x'"),
     "store_policy": Row(lambda _, v: made_with(store_policy=v), "store_policy"),
+    "window_interval_tokens": Row(lambda _, v: made_with(window_interval_tokens=v), "window_interval_tokens", "0 1"),
     "eviction": Row(lambda _, v: made_with(eviction=v), "eviction"),
     "verify": Row(lambda _, v: made_with(verify=v), "verify", "True"),
     "max_jobs_in_flight": Row(lambda _, v: made_with(max_jobs_in_flight=v), "max_jobs_in_flight", "None 1"),

@@ -101,6 +101,25 @@ def test_what_is_stored_of_a_window_is_found(engines: Callable[..., SmallEngine]
     assert counted(engine, "lost_tokens") == 0
 
 
+@pytest.mark.parametrize(("interval", "hits"), [(0, [0, 0, 28, 28]), (16, [0, 16, 28, 28]), (1, [0, 28, 28, 28])])
+@pytest.mark.parametrize("most_tokens", [5, 16, 1_000])
+def test_users_of_a_system_prompt_hit_it(
+    engines: Callable[..., SmallEngine], interval: int, hits: list[int], most_tokens: int
+) -> None:
+    """Their questions are longer than the window. All of it hits from the third user on, and from the second one on up
+    to a multiple of the interval at which windows are stored."""
+    options = {"num_host_blocks": 200, "window_interval_tokens": interval, "most_tokens": most_tokens}
+    engine = engines(windows=(0, 12), num_blocks=60, **options)
+    found = []
+    for user in range(4):
+        request = Request(f"user {user}", [*TEXT[:28], *range(40 + 50 * user, 70 + 50 * user)], num_new=2)
+        before = counted(engine, "copied_blocks|load|host")
+        engine.run(request)
+        found.append((counted(engine, "copied_blocks|load|host") - before - 3) * BLOCK)
+        engine.manager.evict_all()
+    assert [max(0, hit) for hit in found] == hits
+
+
 # -- vLLM's pool ------------------------------------------------------------------------------------------------------
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from aoffload import ConfigError, KVCacheGroup, OffloadConfig, SlidingWindow
-from aoffload._vllm.settings import KEYS, offload_config, with_a_step_in_flight
+from aoffload._vllm.settings import KEYS, offload_config, with_a_step_in_flight, with_windows_as_retained
 
 GROUPS = [KVCacheGroup("full", block_size=32)]
 
@@ -65,3 +67,17 @@ def test_a_step_is_in_flight_at_once_whatever_is_configured() -> None:
     assert bound() is None
     assert bound(max_bytes_in_flight=1) == 1000 * (7 + 13)
     assert bound(max_bytes_in_flight="1MiB") == 2**20
+
+
+def test_windows_are_stored_where_vllm_retains_them() -> None:
+    """At intervals, at all blocks (vLLM's None), or where prompts end and part. The connector's own key comes first."""
+
+    def interval(extra: dict[str, object], **retained: object) -> int:
+        config = made(num_host_blocks=9, **extra)
+        return with_windows_as_retained(config, extra, SimpleNamespace(**retained)).window_interval_tokens
+
+    assert interval({}) == interval({}, prefix_cache_retention_interval=0) == 0
+    assert interval({}, prefix_cache_retention_interval=512) == 512
+    assert interval({}, prefix_cache_retention_interval=None) == 1
+    assert interval({"window_interval_tokens": 0}, prefix_cache_retention_interval=None) == 0
+    assert interval({"window_interval_tokens": 96}, prefix_cache_retention_interval=512) == 96
