@@ -120,6 +120,8 @@ class World:
     """"lru", "learned", "learned:device" (there, too)."""
     max_in_flight: int = 0
     """Bound of blocks in flight for each direction; 0: the default of the package."""
+    window_interval: int = 0
+    """`window_interval_tokens` of the configuration."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.groups, tuple) or not all(isinstance(one, GroupShape) for one in self.groups):
@@ -151,6 +153,7 @@ class World:
             max_pinned_share=self.max_pinned_share,
             max_prefetch_share=self.max_prefetch_share,
             max_fetch_share=self.max_fetch_share,
+            window_interval_tokens=self.window_interval,
             **options,
         )
 
@@ -243,10 +246,13 @@ def with_a_store(world: World) -> World:
 
 
 def with_learning(world: World) -> World:
-    """`world`, in a third of the cases with eviction that learns. Which follows from the world itself."""
+    """`world`, in a third of the cases with eviction that learns; and in a third of the cases with windows, with
+    windows stored at intervals. The world itself determines which case it is."""
     chance = random.Random(f"{words_of(world)} learned")
     kind = chance.choice(("lru", "lru", "lru", "lru", "learned", "learned:device"))
-    return attrs.evolve(world, eviction=kind)
+    has_windows = any(shape.kind != "full" for shape in world.groups)
+    interval = chance.choice((0, 0, 0, 0, 1, 8)) if has_windows else 0
+    return attrs.evolve(world, eviction=kind, window_interval=interval)
 
 
 def with_a_bound(world: World) -> World:
@@ -257,7 +263,7 @@ def with_a_bound(world: World) -> World:
 
 def words_of(world: World) -> str:
     """`world` as text, without the fields that have their default value."""
-    return repr(world).replace(", max_in_flight=0", "")
+    return repr(world).replace(", max_in_flight=0", "").replace(", window_interval=0", "")
 
 
 def without_laziness(world: World) -> World:
