@@ -16,11 +16,11 @@ FAMILIES, LAYOUT, REGION = (
 
 LAYOUT_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
-        "replicas store their bytes once",
+        "every replica stores",
         RANKS,
         "if is_store and index % self.num_replicas != plan.job_id % self.num_replicas:",
         "if False:",
-        "what ranks hold alike is stored once",
+        "replicas store their bytes once",
         test=OF_REPLICAS + "test_every_rank_loads_blocks_that_another_rank_stored",
     ),
     Mutant(

@@ -238,7 +238,7 @@ _NOT_SILENT = (
     Mutant(
         "odd part of a prompt taken without a word",
         REQUEST,
-        "        if num_tokens % self._session.ledger.layout.unit_tokens:\n",
+        "        if num_tokens % layout.unit_tokens:\n",
         "        if num_tokens < 0:\n",
         _SILENT,
         test=f"{_ERRORS}a_part_of_a_prompt_that_ends_inside_of_a_block_is_a_warning",

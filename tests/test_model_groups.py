@@ -371,7 +371,9 @@ def test_a_checkpoint_that_quantizes_kv_needs_a_dtype() -> None:
     with pytest.raises(ConfigError, match=r"^dtype: is 'auto', and the checkpoint quantizes KV"):
         groups_of(quantized)
     assert groups_of(quantized, dtype="fp8_e4m3").regions[0].dtype == "float8_e4m3fn"
-    with pytest.raises(ConfigError, match=r"^dtype: is 'auto', but the config gives no dtype of 16 or 32 bits \(None\)"):
+    with pytest.raises(
+        ConfigError, match=r"^dtype: is 'auto', but the config gives no dtype of 16 or 32 bits \(None\)"
+    ):
         groups_of(PLAIN | {"torch_dtype": None})
 
 

@@ -208,7 +208,9 @@ class OffloadConfig:
         sizes = sorted({group.block_size for group in self.groups})
         shortest = shortest_hit(sizes)
         if shortest > max(LONG_HIT_TOKENS, sizes[-1]):
-            problem = f"groups: no hit is shorter than {shortest:,} tokens, the least common multiple of the block sizes"
+            problem = (
+                f"groups: no hit is shorter than {shortest:,} tokens, the least common multiple of the block sizes"
+            )
             advice = "choose block sizes of which each divides the next"
             sizes_are = ", ".join(map(str, sizes))
             warnings.warn(f"{problem} {sizes_are}, and shorter prompts never hit: {advice}", UserWarning, stacklevel=4)

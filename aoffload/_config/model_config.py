@@ -27,7 +27,9 @@ _MAY_DECIDE = re.compile(
     r"|dilat|sink_size|attn_config|attention_config|loop|recur|num_blocks|eviction|quant_algo|per_layer_config"
 )
 """Names of fields that may decide which KV a layer stores, or how far back it reads."""
-_OTHER_MODEL_PARTS = re.compile(r"expert|moe_|vision|audio|image|video|_token_id|mlp_|rope_|sparsity|decoder_sparse_step")
+_OTHER_MODEL_PARTS = re.compile(
+    r"expert|moe_|vision|audio|image|video|_token_id|mlp_|rope_|sparsity|decoder_sparse_step"
+)
 """Names of fields about other parts of a model."""
 _HARMLESS_FIELDS = frozenset(
     {

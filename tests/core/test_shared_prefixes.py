@@ -1,4 +1,5 @@
-"""Shared prefixes in models with windows: the window before a branch point is stored once a second prompt reveals it."""
+"""Shared prefixes in models with windows: the window before a branch point is stored once a second prompt reveals
+it."""
 
 from __future__ import annotations
 
@@ -183,7 +184,7 @@ class HostModel:
         layout, hit = self.layout, self.hit(tokens)
         num_units = len(tokens) // layout.unit_tokens
         last = min(num_units, (len(tokens) - 1) // layout.unit_tokens)
-        ends = [end for end in range(max(hit, 1), num_units) if self.parts_at(tokens, end)]
+        ends = [end for end in range(max(hit, 1), num_units) if self.diverges_at(tokens, end)]
         for component in layout.components:
             needed = component.first_unit(last)
             first = max(0, needed - -(-(last - needed) // 4)) if component.number else 0
@@ -199,7 +200,7 @@ class HostModel:
         self.paths.update(self.unit(tokens, stop) for stop in range(1, num_units + 1))
         return hit * layout.unit_tokens
 
-    def parts_at(self, tokens: Sequence[int], end: int) -> bool:
+    def diverges_at(self, tokens: Sequence[int], end: int) -> bool:
         """Whether another prompt goes on differently after unit `end`."""
         own, size = self.unit(tokens, end), (end + 1) * self.layout.unit_tokens
         return any(

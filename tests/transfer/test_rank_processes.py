@@ -198,7 +198,9 @@ def test_a_transport_that_was_never_opened_can_be_closed() -> None:
 def test_host_memory_that_a_rank_cannot_have_names_rank_and_size() -> None:
     """Opening raises what the configuration got wrong, and every process is gone."""
     ranks = spawn_ranks(builds.plain, 1, START_S)
-    with pytest.raises(ConfigError, match=r"num_host_blocks: rank 0: the system refuses 98304\d*.\d GiB of host memory"):
+    with pytest.raises(
+        ConfigError, match=r"num_host_blocks: rank 0: the system refuses 98304\d*.\d GiB of host memory"
+    ):
         RankTransport(ranks).open(2**42, verify=False, deliver=lambda completion: None, env=Env())
     with pytest.raises(ProcessLookupError):
         os.kill(ranks[0].pid, 0)
