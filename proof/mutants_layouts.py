@@ -88,6 +88,14 @@ LAYOUT_MUTANTS: tuple[Mutant, ...] = (
         test=OF_WORKERS + "test_only_workers_of_one_machine_that_hold_all_tokens_share",
     ),
     Mutant(
+        "vLLM: a worker that cannot open its memory tells nobody",
+        "aoffload._vllm.replicas",
+        "_Message(text, _problem(failure))",
+        "_Message(text)",
+        "no worker serves with memory that another one lacks",
+        test=OF_WORKERS + "test_every_worker_hears_that_one_could_not_open",
+    ),
+    Mutant(
         "a missing region is accepted",
         REGION,
         "            if spec.name not in kv_caches:\n",

@@ -128,7 +128,7 @@ class _Message:
 
 def _checked(transport: Transport) -> SharesHostMemory:
     if not isinstance(transport, SharesHostMemory):
-        problem = "must return a transport that can share host memory, as the workers of an MLA model do"
+        problem = "must return a transport that can share host memory, because the workers of an MLA model share it"
         raise ConfigError("make_transport", problem)
     return transport
 
