@@ -1,9 +1,8 @@
-"""Prefixes that prompts share, with windows: hits in host memory, and the stores that they cost.
+"""Hits and stores of shared prefixes in models with windows.
 
-User after user sends one prefix with a question of their own, and the device forgets everything in between. The limit
-is the whole prefix, from the third user on. `TRACE=FILE` and `AGENTS=FILE` name traces with `hash_ids`, one id for 512
-tokens; their rows are left out without them. There the limit is what full attention alone hits in as much memory,
-because no window shortens its hits.
+Users send one shared prefix, each with another question; the device is emptied between them. Limit: the whole prefix,
+from the third user on. `TRACE=FILE` and `AGENTS=FILE` add replays of traces with `hash_ids` (one id for 512 tokens).
+Their limit is a model with full attention alone and the same host memory.
 """
 
 from __future__ import annotations
@@ -42,14 +41,17 @@ NUM_USERS, STEP_TOKENS, NUM_ANSWER_TOKENS = 5, 1024, 40
 WINDOWS = (128, 1024)
 TRACE_TOKENS = 512
 HOST_SIZES = {"TRACE": (5000, 20_000), "AGENTS": (10_000,)}
-"""By trace: the tokens of full attention for which half of the host memory is enough, in blocks of 512."""
+"""Host sizes by trace: full attention and the window group could each hold this many trace blocks of 512 tokens."""
+
+NAMES = {"TRACE": "conversation", "AGENTS": "agents"}
+"""The traces as rows name them."""
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
     for name, (prefix, window) in MODELS.items():
         for question in QUESTIONS:
             for blocks, found in (
-                ("blocks of ours", anyio.run(hits_of_runtime, [FULL, window], prefix, question)),
+                ("blocks of the ledger", anyio.run(hits_of_runtime, [FULL, window], prefix, question)),
                 ("an engine's blocks", hits_of_host_cache([FULL, window], prefix, question)),
             ):
                 yield Row(
@@ -63,7 +65,7 @@ def run(vllm: Peer | None = None) -> Iterator[Row]:
             continue
         trace = read_trace(Path(named))
         for size in sizes:
-            yield from _on_trace(trace, variable.lower(), size)
+            yield from _on_trace(trace, NAMES[variable], size)
 
 
 def _prompts(prefix: int, question: int) -> Iterator[list[int]]:
@@ -135,9 +137,9 @@ class Replayed:
     num_hit_tokens: int = 0
     num_stored: int = 0
     num_shared: int = 0
-    """Requests that begin as two earlier prompts do, such as with a system prompt, before these part."""
+    """Requests whose beginning two earlier prompts share, such as a system prompt."""
     num_shared_hit: int = 0
-    """Those of them that hit all of it."""
+    """Requests of `num_shared` that hit the whole shared beginning."""
 
 
 def replay(trace: Trace, groups: Sequence[KVCacheGroup], num_host_blocks: int) -> Replayed:

@@ -1,10 +1,10 @@
-"""What becomes of known models: in an engine of your own, in the reference engine, and under vLLM.
+"""Known models in an engine of your own, in the reference engine, and under vLLM.
 
     python -m proof.model_layouts   writes the table of docs/models.md
 
 The first column of answers is that of `groups_of` for the configurations in tests/model_configs. The second one is read
-from the table of types in docs/models.md, which `python -m proof.model_types` makes. The third one is the connector's
-own code, asked about the kinds of KV cache that vLLM has for such layers.
+from the table of types in docs/models.md, which `python -m proof.model_types` makes. The column of vLLM runs the
+connector's check on the kinds of KV cache group that vLLM makes for such layers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def row_of(path: Path, served: dict[str, str]) -> str:
     config = json.loads(path.read_text())
     model_types = [part["model_type"] for part in (config.get("text_config", config), config)]
     name = path.stem.partition("--")[2]
-    reference = next((served[each] for each in model_types if each in served), "no type of transformers")
+    reference = next((served[each] for each in model_types if each in served), "not in transformers")
     try:
         model = groups_of(config)
     except ConfigError as error:
@@ -71,7 +71,7 @@ def _attention(attention: Any) -> str:
 
 
 def types_served(page: str) -> dict[str, str]:
-    """What the table of types says of each type of model: "served" or "refused"."""
+    """ "served" or "refused" for each type, from the table of types."""
     table = page.partition("<!-- types:")[2].partition("<!-- end of types -->")[0]
     cells = [line.split(" | ") for line in table.splitlines() if line.count(" | ") == 2]
     return {kind: verdict for kind, verdict, _ in cells[1:]}

@@ -64,7 +64,7 @@ CUDA_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "cgroup not asked before memory is page-locked",
         PAGE_LOCKED,
-        "    _check_cgroup(max(0, host_size(num_blocks, block_bytes) - there))\n",
+        "    _check_cgroup(max(0, host_size(num_blocks, block_bytes) - already_allocated))\n",
         "",
         "a pool that cannot be had is refused, and kills nobody",
         test="tests/transfer/test_cuda_memory.py::test_a_pool_for_which_the_process_would_be_killed_is_refused",

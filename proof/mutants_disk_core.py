@@ -163,7 +163,7 @@ _FETCHES = (
         OF_FETCHES + "a_fetch_with_windows_has_all_that_a_hit_needs",
         "disk: a fetch without its window",
         FETCHES,
-        "source.offer_hit(request, run, 0, indexed",
+        "source.offer_with_windows(request, run, 0, indexed",
         "source.offer(request, run, self.cache.layout.full, 0, indexed",
         "what is fetched hits",
     ),

@@ -17,7 +17,7 @@ SHARED = "tests/core/test_shared_prefixes.py::"
 COMMITS, OFFERS = "aoffload._kernel.commits", "aoffload._host_cache.offers"
 _SHARED_PREFIXES = (
     Mutant(
-        "no window where prompts part",
+        "no window at branch points",
         COMMITS,
         "ends = branch_points(run, first, stop)",
         "ends = list[int]()",
@@ -41,15 +41,15 @@ _SHARED_PREFIXES = (
         test=SHARED + "test_random_prompts_hit_exactly_what_the_rule_says",
     ),
     Mutant(
-        "the window of a branch point not where hits are aligned",
+        "the window of a branch point ignores `hit_alignment`",
         COMMITS,
         "[end - end % request.hit_alignment for end in ends]",
         "ends",
         "a hit that has to be aligned needs the window before it",
-        test=SHARED + "test_where_requests_align_their_hits_a_window_is_stored_there",
+        test=SHARED + "test_windows_are_stored_where_aligned_hits_end",
     ),
     Mutant(
-        "a branch point at which a step begins",
+        "a branch point where a step begins is missed",
         "aoffload._kernel.index",
         "while before is not None and before.stop >= first:",
         "while before is not None and before.stop > first:",
@@ -73,7 +73,7 @@ _SHARED_PREFIXES = (
         test=SHARED + "test_the_window_where_the_policy_ends_is_stored_while_the_request_has_it",
     ),
     Mutant(
-        "an engine's window not where prompts part",
+        "an engine's window is not stored at branch points",
         OFFERS,
         "ends = _branch_points(path, first, stop)",
         "ends = list[int]()",
@@ -83,18 +83,18 @@ _SHARED_PREFIXES = (
     Mutant(
         "an engine's window one unit short",
         OFFERS,
-        "hits = needed_at(component, [end - end % request.hit_alignment for end in ends])",
+        "ranges = needed_at(component, [end - end % request.hit_alignment for end in ends])",
         "hits = [range(each.start + 1, each.stop) for each in needed_at(component, ends)]",
         "the third user of a prefix hits all of it",
         test=SHARED + "test_random_prompts_hit_exactly_what_the_rule_says",
     ),
     Mutant(
-        "an engine's window not where the policy ends",
+        "an engine's window is not stored where the policy ends",
         OFFERS,
         "        if first <= stop < request.published:\n            ends.append(stop)\n",
         "",
         "selective hits from the third request on",
-        test=SHARED + "test_what_the_policy_wants_ends_in_a_window",
+        test=SHARED + "test_selective_hits_a_shared_prefix_from_the_third_request_on",
     ),
     Mutant(
         "no window at an interval where an offer ends",
@@ -121,7 +121,7 @@ _SHARED_PREFIXES = (
         test=SHARED + "test_random_prompts_hit_exactly_what_the_rule_says",
     ),
     Mutant(
-        "lazy windows as late as the rest",
+        "lazy stores no window",
         COMMITS,
         "jobs = self._window_stores(request, lease.run, first, stop, is_last) if layout.windows else []",
         "jobs = list[Job]()",
@@ -129,7 +129,7 @@ _SHARED_PREFIXES = (
         test=SHARED + "test_lazy_has_the_window_of_a_shared_prefix",
     ),
     Mutant(
-        "windows inside a path do not go down",
+        "the disk stores no window inside a path",
         "aoffload._tiers.lower.rules",
         "most, ledger.layout.components, max(1, most // STEPS)",
         "most, (ledger.layout.full,), max(1, most // STEPS)",
@@ -137,7 +137,7 @@ _SHARED_PREFIXES = (
         test=SHARED + "test_the_disk_has_the_window_of_a_shared_prefix",
     ),
     Mutant(
-        "the watermark of lazy stays short",
+        "lazy's watermark does not follow requests",
         "aoffload._extensions.store_policies",
         "        self._recent.append(stop * self._width)\n",
         "        pass\n",
@@ -268,7 +268,7 @@ _PREEMPTION = (
     Mutant(
         "preempted progress stored too late",
         PREEMPTION,
-        "            jobs = self._stores.offer_hit(request, run, published, stop)\n",
+        "            jobs = self._stores.offer_with_windows(request, run, published, stop)\n",
         "            pass\n",
         "the progress of a preempted request is kept in host memory",
         test="tests/core/test_preemption.py::test_progress_comes_back_from_the_host",

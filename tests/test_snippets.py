@@ -226,6 +226,36 @@ async def keeping(names: Names, path: Path) -> None:
     aoffload.RemoteTier(store)
 
 
+async def viewing(names: Names, _: Path) -> None:
+    """What is written to the tensor of a layer is in its region."""
+    model, layers = names["model"], names["layers"]
+    assert sorted(layers) == [(0, "keys and values"), (1, "keys and values")]
+    for region in model.regions:
+        (view,) = region.views
+        layers[view.layer, view.holds][7, 1, 3] = 1.0
+        assert names["kv_caches"][region.name][7, 1, 3].all() and names["kv_caches"][region.name].sum() > 0
+
+
+async def sliding(names: Names, _: Path) -> None:
+    """A long prompt is computed chunk by chunk, and its second request computes the last token only."""
+    seen: list[tuple[int, int, list[list[int]]]] = []
+
+    def forward(block_ids: list[list[int]], start: int, stop: int) -> None:
+        seen.append((start, stop, [list(table) for table in block_ids]))
+
+    groups = [KVCacheGroup("full", block_size=4), KVCacheGroup("window", aoffload.SlidingWindow(6), 4)]
+    async with OffloadRuntime(OffloadConfig(groups=groups, num_host_blocks=40), torch.zeros(20, 8)) as runtime:
+        await names["compute"](runtime, range(33), forward, chunk=8)
+        await runtime.flush()
+        await runtime.reset(aoffload.Tier.DEVICE)
+        await names["compute"](runtime, range(33), forward, chunk=8)
+    assert [(start, stop) for start, stop, _ in seen] == [(0, 8), (8, 16), (16, 24), (24, 32), (32, 33), (32, 33)]
+    for start, stop, (full, window) in seen:
+        assert len(full) == len(window) == -(-stop // 4) and all(full)
+        first = max(0, start - 5) // 4
+        assert not any(window[:first]) and all(window[first:])
+
+
 async def answering(names: Names, _: Path) -> None:
     assert names["asked"] == [("llama", {"cache_salt": "tenant-a"})]
     await names["main"]()
@@ -235,6 +265,8 @@ AFTERWARDS: dict[str, Callable[[Names, Path], Awaitable[None]]] = {
     "docs/eviction.md": evicting,
     "docs/engines.md": owning_blocks,
     "docs/loads.md": loading,
+    "docs/layouts.md": viewing,
+    "docs/models.md": sliding,
     "docs/kv_events.md": publishing,
     "docs/metrics.md": measuring,
     "docs/plan.md": recording,

@@ -214,9 +214,9 @@ class OffloadConfig:
             problem = (
                 f"groups: no hit is shorter than {shortest:,} tokens, the least common multiple of the block sizes"
             )
-            advice = "choose block sizes that divide each other, or no prompt that is shorter will hit"
+            advice = "choose block sizes of which each divides the next"
             sizes_are = ", ".join(map(str, sizes))
-            warnings.warn(f"{problem} {sizes_are}: {advice}", UserWarning, stacklevel=4)
+            warnings.warn(f"{problem} {sizes_are}, and shorter prompts never hit: {advice}", UserWarning, stacklevel=4)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], **arguments: Any) -> Self:

@@ -1,8 +1,9 @@
-"""What a layer of DeepSeek V4 stores: pages of several kinds, each with a block size of its own.
+"""The pages that DeepSeek V4 stores, of several kinds with different block sizes.
 
-Every layer has a window of latents. Layers with a `compress_ratio` of 4 or 128 keep one latent of so many tokens in
-addition, and those of 4 an indexer key for it. The next compressed latent is made of the states of the last tokens.
-These states are not a recurrent state: each token has its own, and it is read within a window, so blocks hold them.
+Every layer stores a window of latents. A layer with a `compress_ratio` of 4 or 128 also stores one compressed latent
+for every 4 or 128 tokens; with a ratio of 4, an indexer key for each of these. The compressor computes the next
+compressed latent from states of the last tokens. These states are not a recurrent state: each belongs to one token and
+is read within a window, so blocks can hold them.
 
 Sizes are those of vLLM. Its blocks of the four kinds have 256, 64, 4 and 8 tokens, so that their bytes are about equal.
 """
@@ -17,7 +18,7 @@ from ..errors import ConfigError
 from .groups import AttentionKind, FullAttention, SlidingWindow
 from .kv_formats import ITEM_BYTES, KVFormat, check_latents, indexer_part
 from .model_config import ConfigReader
-from .model_families import refuse_what_no_block_holds
+from .model_families import refuse_uncacheable
 
 BLOCK_SIZE = 256
 MAX_RATIO = 128
@@ -51,7 +52,7 @@ def pages_of(reader: ConfigReader, form: KVFormat, block_size: int) -> list[Page
 
     `ConfigError` names `block_size`, or an argument or field that does not fit this model.
     """
-    refuse_what_no_block_holds(reader)
+    refuse_uncacheable(reader)
     check_latents(form)
     if block_size % MAX_RATIO:
         problem = (
@@ -59,7 +60,7 @@ def pages_of(reader: ConfigReader, form: KVFormat, block_size: int) -> list[Page
         )
         raise ConfigError("block_size", f"{problem}; got {block_size}")
     num_layers, size, window = reader.num_layers(), reader.count("head_dim"), reader.count("sliding_window")
-    ratios = reader.per_layer("compress_ratios", num_layers, at_least=True)
+    ratios = reader.per_layer("compress_ratios", num_layers, allow_longer=True)
     if ratios is None or not set(ratios) <= {0, 1, 4, MAX_RATIO}:
         raise reader.refuse(f"has no `compress_ratios` of 0, 1, 4 or {MAX_RATIO} for each layer")
     if reader.count("num_key_value_heads", 1) != 1:
@@ -67,7 +68,7 @@ def pages_of(reader: ConfigReader, form: KVFormat, block_size: int) -> list[Page
     width, dtype = _latent(reader, form, size)
     index_size = reader.count("index_head_dim")
     index = indexer_part(index_size)
-    reader.ignore("compress_rope_theta")  # of positions, as `num_hash_layers` is of experts
+    reader.ignore("compress_rope_theta")  # changes positions, not what is stored
     reader.check_all_read()
     alignment = 576 if form.is_ds_mla else 512
     full, states_4, states_128 = list[Page](), list[Page](), list[Page]()
@@ -83,7 +84,7 @@ def pages_of(reader: ConfigReader, form: KVFormat, block_size: int) -> list[Page
         elif ratio == MAX_RATIO:
             states_128.append(_page(layer, "compressor state", block_size // 32, 2 * size, "float32", alignment))
     local = [_page(layer, "latent", block_size // 4, width, dtype, alignment) for layer in range(num_layers)]
-    return _with_pages(
+    return _nonempty(
         ("full", FullAttention(), block_size, full),
         ("sliding", SlidingWindow(window), block_size // 4, local),
         ("state-4", SlidingWindow(2 * 4), block_size // 64, states_4),
@@ -91,18 +92,18 @@ def pages_of(reader: ConfigReader, form: KVFormat, block_size: int) -> list[Page
     )
 
 
-def _with_pages(*kinds: tuple[str, AttentionKind, int, Iterable[Page]]) -> list[PagedKind]:
+def _nonempty(*kinds: tuple[str, AttentionKind, int, Iterable[Page]]) -> list[PagedKind]:
     """The kinds that have pages."""
     found = [PagedKind(name, attention, block_size, tuple(pages)) for name, attention, block_size, pages in kinds]
     return [kind for kind in found if kind.pages]
 
 
 def _latent(reader: ConfigReader, form: KVFormat, size: int) -> tuple[int, str]:
-    """Elements of a latent and their dtype. A row of `fp8_ds_mla` has bytes: fp8 elements, rotary ones in bfloat16, and
-    for 64 elements of fp8 a scale of one byte, padded to 8 of them."""
+    """Elements of a latent and their dtype. A row of `fp8_ds_mla` consists of fp8 elements, rotary elements in
+    bfloat16, and one scale byte for every 64 fp8 elements, padded to a multiple of 8 scale bytes."""
     rope = reader.count("qk_rope_head_dim")
     if rope >= size:
-        raise reader.refuse(f"has latents of {size} elements, and {rope} of them are rotary")
+        raise reader.refuse(f"has latents of {size} elements, of which {rope} cannot be rotary")
     if not form.is_ds_mla:
         return size, form.element
     num_scales = -(-(size - rope) // 64)

@@ -49,7 +49,7 @@ class KVFormat:
         """`model_dtype`: the dtype of the weights, for "auto". `ConfigError` names the argument that is wrong."""
         if dtype == "auto":
             if model_dtype not in ("bfloat16", "float16", "float32"):
-                problem = f"is 'auto', and the config says {shown(model_dtype)} instead of a dtype of 16 or 32 bits"
+                problem = f"is 'auto', but the config gives no dtype of 16 or 32 bits ({shown(model_dtype)})"
                 raise ConfigError("dtype", f"{problem}: give {', '.join(_ELEMENTS)}")
             dtype = model_dtype
         if not isinstance(dtype, str) or dtype not in _ELEMENTS:
@@ -72,7 +72,7 @@ class KVFormat:
 
 
 @attrs.frozen
-class Part:
+class LayerPart:
     """What one layer stores for each token under one name, for all tensor parallel ranks together."""
 
     holds: str
@@ -118,39 +118,40 @@ class LayerKV:
     """What one layer stores, and how far back it reads."""
 
     attention: AttentionKind
-    parts: tuple[Part, ...]
+    parts: tuple[LayerPart, ...]
 
 
-def heads_parts(form: KVFormat, heads: int, key_size: int, value_size: int) -> tuple[Part, ...]:
+def heads_parts(form: KVFormat, heads: int, key_size: int, value_size: int) -> tuple[LayerPart, ...]:
     """The parts of a layer with keys and values by head. They are one part if both have one size."""
     if form.is_ds_mla:
-        raise ConfigError("dtype", "is 'fp8_ds_mla', a format of latents, and the model has keys and values by head")
+        problem = "cannot be 'fp8_ds_mla', a format of latents, because the model has keys and values by head"
+        raise ConfigError("dtype", problem)
     if key_size == value_size:
-        found = [Part("keys and values", key_size, form.element, heads, sides=2)]
+        found = [LayerPart("keys and values", key_size, form.element, heads, sides=2)]
     else:
-        found = [Part("keys", key_size, form.element, heads), Part("values", value_size, form.element, heads)]
+        found = [LayerPart("keys", key_size, form.element, heads), LayerPart("values", value_size, form.element, heads)]
     if form.scales == "per_token_head":
-        found.append(Part(SCALES_PART, 1, "float32", heads, sides=2))
+        found.append(LayerPart(SCALES_PART, 1, "float32", heads, sides=2))
     return tuple(found)
 
 
-def latent_part(form: KVFormat, rank: int, rope_size: int) -> Part:
+def latent_part(form: KVFormat, rank: int, rope_size: int) -> LayerPart:
     """The latent of multi-head latent attention (MLA): `rank` elements and the `rope_size` rotary ones of the key."""
     check_latents(form)
     if not form.is_ds_mla:
-        return Part("latent", rank + rope_size, form.element)
+        return LayerPart("latent", rank + rope_size, form.element)
     if rank % 128:
         raise ConfigError("dtype", f"is 'fp8_ds_mla', which scales 128 elements at once, and a latent has {rank}")
-    return Part("latent", rank + 4 * (rank // 128) + 2 * rope_size, "uint8")
+    return LayerPart("latent", rank + 4 * (rank // 128) + 2 * rope_size, "uint8")
 
 
 def check_latents(form: KVFormat) -> None:
     if form.dtype == "int8":
-        raise ConfigError("dtype", "is 'int8', which has scales by head, and a latent has no heads")
+        raise ConfigError("dtype", "cannot be 'int8', because its scales are by head and a latent has no heads")
     if form.scales == "per_token_head":
-        raise ConfigError("scales", "is 'per_token_head', and a latent has no heads")
+        raise ConfigError("scales", "cannot be 'per_token_head', because a latent has no heads")
 
 
-def indexer_part(index_size: int) -> Part:
+def indexer_part(index_size: int) -> LayerPart:
     """The indexer key of DeepSeek's sparse attention: fp8 elements, and a float32 scale for 128 of them."""
-    return Part("indexer keys", index_size + 4 * (index_size // 128), "uint8")
+    return LayerPart("indexer keys", index_size + 4 * (index_size // 128), "uint8")

@@ -27,9 +27,11 @@ _MAY_DECIDE = re.compile(
     r"|dilat|sink_size|attn_config|attention_config|loop|recur|num_blocks|eviction|quant_algo|per_layer_config"
 )
 """Names of fields that may decide which KV a layer stores, or how far back it reads."""
-_OF_OTHER_PARTS = re.compile(r"expert|moe_|vision|audio|image|video|_token_id|mlp_|rope_|sparsity|decoder_sparse_step")
+_OTHER_MODEL_PARTS = re.compile(
+    r"expert|moe_|vision|audio|image|video|_token_id|mlp_|rope_|sparsity|decoder_sparse_step"
+)
 """Names of fields about other parts of a model."""
-_DECIDE_NOTHING = frozenset(
+_HARMLESS_FIELDS = frozenset(
     {
         # of the whole model, of generation, or of weights
         "use_cache", "cache_implementation", "initializer_range", "output_hidden_states", "image_token_index",
@@ -77,7 +79,7 @@ class ConfigReader:
         if value is None:
             raise self.refuse(f"has no `{name}`: {_WITH_DEFAULTS}")
         if type(value) is not int or not 1 <= value <= MAX_COUNT:
-            raise self.refuse(f"has a `{name}` that is no positive integer: {shown(value)}")
+            raise self.refuse(f"has a `{name}` that is not a positive integer: {shown(value)}")
         return value
 
     def num_layers(self) -> int:
@@ -97,23 +99,23 @@ class ConfigReader:
             raise self.refuse(f"has a `{name}` that is neither true nor false: {shown(value)}")
         return value
 
-    def per_layer(self, name: str, num_layers: int, of: type = int, *, at_least: bool = False) -> list[Any] | None:
-        """A list with an item of type `of` for each layer; None if the field is absent, null or empty. `at_least`: a
-        longer list is right, too, because its end is of draft layers."""
+    def per_layer(self, name: str, num_layers: int, of: type = int, *, allow_longer: bool = False) -> list[Any] | None:
+        """A list with an item of type `of` for each layer; None if the field is absent, null or empty. `allow_longer`:
+        Accept a longer list; its further items belong to draft layers."""
         value = self.get(name)
         if value is None or value == []:
             return None
         if not isinstance(value, (list, tuple)) or any(type(item) is not of for item in value):
-            raise self.refuse(f"has a `{name}` that is no list of {of.__name__}: {shown(value)}")
-        if len(value) < num_layers or (len(value) > num_layers and not at_least):
+            raise self.refuse(f"has a `{name}` that is not a list of {of.__name__}: {shown(value)}")
+        if len(value) < num_layers or (len(value) > num_layers and not allow_longer):
             raise self.refuse(f"has {num_layers} layers and a `{name}` of {len(value)}")
         return list(value[:num_layers])
 
     def part(self, name: str) -> ConfigReader:
-        """The fields of a table inside the configuration, under their names with that of the table before them."""
+        """A reader of the table `name` inside the configuration. Its error messages name the table."""
         table = self.get(name)
         if not isinstance(table, Mapping):
-            raise self.refuse(f"has a `{name}` that is no table: {shown(table)}")
+            raise self.refuse(f"has a `{name}` that is not a table: {shown(table)}")
         return ConfigReader(f"{self.model_type}, `{name}`,", table, table)
 
     def dtype(self) -> str | None:
@@ -134,14 +136,14 @@ class ConfigReader:
                 raise reader.refuse(f"has fields that {problem}: {names}")
 
     def _matters(self, name: object, value: object) -> bool:
-        if not isinstance(name, str) or name in self._read or name in _DECIDE_NOTHING or not _MAY_DECIDE.search(name):
+        if not isinstance(name, str) or name in self._read or name in _HARMLESS_FIELDS or not _MAY_DECIDE.search(name):
             return False
-        if _OF_OTHER_PARTS.search(name) and "kv_" not in name:
+        if _OTHER_MODEL_PARTS.search(name) and "kv_" not in name:
             return False
-        return not _says_nothing(value)
+        return not _is_off(value)
 
 
-def _says_nothing(value: object) -> bool:
+def _is_off(value: object) -> bool:
     """Whether a value switches its field off. A table or a list counts as off if it is empty."""
     return value is None or (isinstance(value, (int, float, str, list, tuple, dict)) and not value)
 
@@ -152,7 +154,7 @@ def read_config(config: object) -> ConfigReader:
     outer = _parsed(config)
     fields = outer if outer.get("text_config") is None else outer["text_config"]
     if not isinstance(fields, Mapping):
-        raise refusal(f"has a `text_config` that is no table: {shown(outer['text_config'])}")
+        raise refusal(f"has a `text_config` that is not a table: {shown(outer['text_config'])}")
     model_type = fields.get("model_type", outer.get("model_type"))
     if not isinstance(model_type, str) or not model_type:
         raise refusal(f"has no `model_type`, so its fields cannot be understood; got {shown(model_type)}")
@@ -182,7 +184,7 @@ def _from_file(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     except OSError as error:
         raise refusal(f"{place} cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, RecursionError) as error:
-        raise refusal(f"{place} is no JSON file: {error}") from error
+        raise refusal(f"{place} is not a JSON file: {error}") from error
     if not isinstance(found, dict):
         raise refusal(f"{place} holds no JSON object")
     return found

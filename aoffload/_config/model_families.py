@@ -1,8 +1,8 @@
-"""What each layer of a model stores, from the fields of its configuration.
+"""How each layer of a model stores KV, from the fields of its configuration.
 
-Most decoders are covered by one rule: keys and values by head, or a latent (MLA), and a kind of attention from
-`layer_types` or `sliding_window`. The families below it differ in where their configurations say so. Fields of an
-unknown type of model are read by the common rule, and any further field that may decide what is cached refuses it.
+One rule covers most decoders: keys and values by head, or a latent (MLA), and a kind of attention from `layer_types` or
+`sliding_window`. The families below that rule use fields of their own. An unknown type is read by the common rule, and
+refused if a further field may change what is cached.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from .._common.arguments import shown
 from .groups import AttentionKind, ChunkedLocal, FullAttention, SlidingWindow
-from .kv_formats import KVFormat, LayerKV, Part, heads_parts, indexer_part, latent_part
+from .kv_formats import KVFormat, LayerKV, LayerPart, heads_parts, indexer_part, latent_part
 from .model_config import ConfigReader
 
 _RECURRENT_KINDS = frozenset(
@@ -29,12 +29,12 @@ _HEAD_SIZE_OF_ITS_OWN = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "
 _ALL_SLIDE = frozenset({"mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2"})
 """Types in which every layer has the window, if there is one."""
 _FULL_LAYER_EVERY = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "gemma3n_text": 5, "cohere2": 4, "gpt_oss": 2}
-"""Types in which the last of so many layers has full attention and the others have the window, by default."""
+"""n by type: by default, every n-th layer has full attention and the others have the window."""
 _SHARE_KV = frozenset({"gemma3n_text", "gemma4_text"})
 _OF_PARTS = ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "num_attention_heads", "hidden_size")
 """Fields that decide the parts of a layer, beside its heads and their size."""
 _IMAGES_BOTH_WAYS = frozenset({"gemma3_text", "gemma4_text"})
-_UNTIL = "refused until recurrent state is built, because no block of tokens holds it"
+_WHY_NOT_RECURRENT = "aoffload cannot cache it yet, because it does not belong to a block of tokens"
 
 
 def layers_of(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
@@ -42,24 +42,24 @@ def layers_of(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
 
     `ConfigError("config")` if a layer stores something that blocks cannot hold, or a field is not understood.
     """
-    refuse_what_no_block_holds(reader)
+    refuse_uncacheable(reader)
     family = _FAMILIES.get(reader.model_type, _common)
     layers = family(reader, form)
     reader.check_all_read()
     return layers
 
 
-def refuse_what_no_block_holds(reader: ConfigReader) -> None:
+def refuse_uncacheable(reader: ConfigReader) -> None:
     """Raise if the model has an encoder, recurrent layers, or attention to later tokens."""
     for fields in (reader.fields, reader.outer):
         if fields.get("is_encoder_decoder"):
-            raise reader.refuse("is an encoder-decoder: its cross attention reads KV that no prefix of tokens decides")
+            raise reader.refuse("is an encoder-decoder: its KV does not depend on the token prefix alone")
     for name in ("add_cross_attention", "cross_attention_layers", "cross_attention_hidden_size"):
         if reader.fields.get(name):
-            raise reader.refuse(f"has cross attention (`{name}`): its KV is not decided by a prefix of tokens")
+            raise reader.refuse(f"has cross attention (`{name}`): its KV does not depend on the token prefix alone")
     found = _recurrent_layers(reader)
     if found:
-        raise reader.refuse(f"has a recurrent state ({found}): {_UNTIL}")
+        raise reader.refuse(f"has a recurrent state ({found}): {_WHY_NOT_RECURRENT}")
     # Tokens of an image read each other in Gemma. A `KeySpan` over the image makes a block's key depend on all of them.
     harmless = (None, False, "vision") if reader.model_type in _IMAGES_BOTH_WAYS else (None, False)
     if reader.get("use_bidirectional_attention") not in harmless or reader.get("is_causal") is False:
@@ -97,21 +97,21 @@ def _common(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
 
 
 def _without_sharing(
-    reader: ConfigReader, kinds: Sequence[AttentionKind], parts: Sequence[tuple[Part, ...]]
+    reader: ConfigReader, kinds: Sequence[AttentionKind], parts: Sequence[tuple[LayerPart, ...]]
 ) -> list[LayerKV]:
     layers = [LayerKV(kind, found) for kind, found in zip(kinds, parts, strict=True)]
     return layers[: len(layers) - _num_sharing_layers(reader, len(layers))]
 
 
 def _own_parts(
-    reader: ConfigReader, form: KVFormat, num_layers: int, parts: list[tuple[Part, ...]]
-) -> list[tuple[Part, ...]]:
+    reader: ConfigReader, form: KVFormat, num_layers: int, parts: list[tuple[LayerPart, ...]]
+) -> list[tuple[LayerPart, ...]]:
     """`parts` with those of `per_layer_config`, in which transformers 5 names the layers that have other heads."""
     given = reader.get("per_layer_config")
     if not given:
         return parts
     if not isinstance(given, Mapping):
-        raise reader.refuse(f"has a `per_layer_config` that is no table: {shown(given)}")
+        raise reader.refuse(f"has a `per_layer_config` that is not a table: {shown(given)}")
     parts = list(parts)
     for name, own in given.items():
         layer = int(name) if str(name).isdecimal() else -1
@@ -127,7 +127,7 @@ def _own_parts(
     return parts
 
 
-def _parts(reader: ConfigReader, form: KVFormat) -> tuple[Part, ...]:
+def _parts(reader: ConfigReader, form: KVFormat) -> tuple[LayerPart, ...]:
     rank = reader.optional_count("kv_lora_rank")
     if rank is not None:
         reader.ignore("num_key_value_heads", "head_dim", "v_head_dim", "qk_nope_head_dim", "qk_head_dim")
@@ -220,7 +220,7 @@ def _from_types(reader: ConfigReader, types: list[str]) -> list[AttentionKind]:
     return [known[name] for name in types]
 
 
-# -- families that say it elsewhere ----------------------------------------------------------------------------------
+# -- families with fields of their own -------------------------------------------------------------------------------
 
 
 def _gemma_4(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
@@ -291,7 +291,8 @@ def _deepseek(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
         raise reader.refuse("has no `kv_lora_rank`, so what a latent holds is unknown")
     types = reader.per_layer("layer_types", num_layers, str)
     if types is not None and not set(types) <= {"full_attention", "indexed_attention"}:
-        raise reader.refuse(f"has layers of {', '.join(sorted(set(types)))}, and latents of full attention are known")
+        kinds = ", ".join(sorted(set(types)))
+        raise reader.refuse(f"has layers of {kinds}; groups_of knows latents only with full attention")
     if reader.model_type == "deepseek_v32":
         parts += (indexer_part(reader.count("index_head_dim")),)
     return [LayerKV(FullAttention(), parts)] * num_layers
@@ -304,18 +305,18 @@ def _minimax_m3(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
     if not reader.get("sparse_attention_config"):
         return [LayerKV(FullAttention(), parts)] * num_layers
     sparse = reader.part("sparse_attention_config")
-    is_sparse = sparse.per_layer("sparse_attention_freq", num_layers, at_least=True)
+    is_sparse = sparse.per_layer("sparse_attention_freq", num_layers, allow_longer=True)
     if is_sparse is None or not sparse.flag("use_sparse_attention", default=True):
         raise reader.refuse("has a `sparse_attention_config` that does not say which layers are sparse")
-    without_values = sparse.per_layer("sparse_disable_index_value", num_layers, at_least=True) or [0] * num_layers
+    without_values = sparse.per_layer("sparse_disable_index_value", num_layers, allow_longer=True) or [0] * num_layers
     if any(on and not off for on, off in zip(is_sparse, without_values, strict=True)):
         raise reader.refuse(
-            "stores index values (`sparse_disable_index_value` is 0 in a sparse layer), which is not built"
+            "stores index values (`sparse_disable_index_value` is 0 in a sparse layer), which aoffload cannot cache yet"
         )
     dtype = reader.dtype()
     if dtype not in ("bfloat16", "float16", "float32"):
         raise reader.refuse(f"has weights of {dtype}, so the dtype of its index keys is unknown")
-    index = Part("indexer keys", sparse.count("sparse_index_dim"), dtype)
+    index = LayerPart("indexer keys", sparse.count("sparse_index_dim"), dtype)
     sparse.ignore(
         "sparse_num_index_heads", "sparse_block_size", "sparse_topk_blocks", "sparse_init_block",
         "sparse_local_block", "sparse_score_type",

@@ -1,8 +1,9 @@
 """The groups and regions of a model, from its configuration alone.
 
-A block id names one row in every region, whichever group uses it. So the blocks of all groups must have equal bytes:
-layers of one kind become groups of equal numbers of layers, and slot `j` of every group shares its regions. A kind of
-layer that needs fewer bytes a token gets blocks of more tokens.
+A block id names one row in every region, whichever group uses it. So the blocks of all groups must have equal bytes.
+Layers of one kind form groups of equal numbers of layers. *Slot* `j` is the `j`-th layer of each group: these layers
+share the regions of the slot, because each block belongs to only one group. A kind of layer that needs fewer bytes a
+token gets blocks of more tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class RegionSpec:
     """A region that a model needs: what one of its blocks is, on one rank."""
 
     name: str
-    """Such as "layer 0 keys and values"; with several groups, "slot 0 keys and values"."""
+    """`layer 0 keys and values`; with several groups `slot 0 keys and values`, which the first layers of all groups
+    share."""
     shape: tuple[int, ...]
     """The shape of a block. In a group with other heads, the same bytes have another shape: see `views`."""
     dtype: str
@@ -119,8 +121,9 @@ def groups_of(
     """The groups and regions of a model, from its config.json.
 
     `config`: the parsed config.json, the path of it or of its directory, or a configuration of transformers.
-    `block_size`: tokens of the smallest block; None: 16, or 256 for DeepSeek V4. Kinds of layers that need fewer bytes
-    a token have larger blocks. `dtype`: "auto" (that of the weights), "bfloat16", "float16", "float32", "fp8_e4m3",
+    `block_size`: tokens of a block in the kind of layer that stores the most bytes a token, by default 16. Other kinds
+    of layers have blocks of a multiple of it. For DeepSeek V4: tokens of a block of compressed latents, by default 256;
+    its other blocks are shorter. `dtype`: "auto" (that of the weights), "bfloat16", "float16", "float32", "fp8_e4m3",
     "fp8_e5m2", "int8", or "fp8_ds_mla" (latents in rows that hold their scales). `scales`: "auto", "none",
     "per_tensor", "per_token_head" (a region of float32) or "in_row". `layout`: "NHD" (tokens before heads) or "HND".
     `tensor_parallel_size`: the number of ranks among which KV heads are divided.
@@ -231,12 +234,12 @@ def _slotted(stored: Sequence[LayerKV], block_size: int, layout: str, num_ranks:
                 views.append(LayerView(name, layers[slot], holds, shape, part.dtype))
             copies = [stored[layers[slot]].parts[number].num_replicas(num_ranks) for _, _, layers in found]
             place = f"slot {slot}" if len(found) > 1 else f"layer {found[0][2][slot]}"
-            regions.append(_shared(f"{place} {holds}", views, math.gcd(*copies), num_ranks))
+            regions.append(_slot_region(f"{place} {holds}", views, math.gcd(*copies), num_ranks))
     groups = tuple(KVCacheGroup(name, kind, sizes[kind]) for name, kind, _ in found)
     return groups, tuple(layers for _, _, layers in found), tuple(regions)
 
 
-def _shared(name: str, views: Sequence[LayerView], num_replicas: int, num_ranks: int) -> RegionSpec:
+def _slot_region(name: str, views: Sequence[LayerView], num_replicas: int, num_ranks: int) -> RegionSpec:
     """The region of one slot, as long as the longest view; blocks of the other groups are padded."""
     longest = max(views, key=lambda view: view.num_bytes)
     return RegionSpec(
@@ -245,16 +248,17 @@ def _shared(name: str, views: Sequence[LayerView], num_replicas: int, num_ranks:
 
 
 def _check_alike(stored: Sequence[LayerKV]) -> None:
-    """Raise if layers of one attention store different parts, because they could not take turns in a slot."""
+    """Raise if layers store different parts, because their groups could not share regions."""
     by_kind: dict[AttentionKind, LayerKV] = {}
     for number, layer in enumerate(stored):
         first = by_kind.setdefault(layer.attention, layer)
         if layer.parts != first.parts:
-            problem = f"layer {number} stores other parts than an earlier layer with {layer.attention}"
-            raise ConfigError("config", f"{problem}, so blocks of the groups would have different bytes")
+            problem = f"layer {number} does not store the same vectors as an earlier layer with {layer.attention}"
+            raise ConfigError("config", f"{problem}, so the groups could not share regions")
     kinds = {tuple((part.holds, part.dtype) for part in layer.parts) for layer in stored}
     if len(kinds) > 1:
-        raise ConfigError("config", "kinds of layers store different parts, so they could not take turns in a block")
+        problem = "kinds of layers store different vectors, so their groups could not share regions"
+        raise ConfigError("config", problem)
 
 
 def _block_sizes(kinds: dict[AttentionKind, LayerKV], block_size: int, num_ranks: int) -> dict[AttentionKind, int]:

@@ -1,7 +1,8 @@
 """Lazy stores: blocks are stored in the host just before the next allocations would evict them.
 
-That holds for full attention. The kernel stores windows at the commits after which a later hit may end there, because a
-request leaves its windows while it still holds its prefix: the device evicts window blocks first."""
+Only full attention is deferred. The kernel stores windows at commits (see `commits`), because a request gives up the
+blocks of a window while it still holds its prefix, so the device evicts them first.
+"""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Preemptions(LedgerExtension):
         jobs: list[Job] = []
         stop = min(published, request.store_limit)
         if run is not None and stop and request.epoch == cache.epoch and not self._stores_nothing:
-            jobs = self._stores.offer_hit(request, run, published, stop)
+            jobs = self._stores.offer_with_windows(request, run, published, stop)
         held = {block_id for table in request.tables for block_id in table.ids if block_id}
         self._request_leases.give_up_tables(request)
         if run is not None:

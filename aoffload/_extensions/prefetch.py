@@ -122,7 +122,7 @@ class DeviceTransfers(CacheTransfers):
         if leaving:
             end = next(run for run in leaving if any(part.blocks for part in run.parts_in(self.stores.source)))
             lease = cache.lease(self.stores.source, end, cache.layout.starts_of(cache.layout.full, 0, end.stop))
-            jobs = self.stores.offer_hit(transfer.request, end, leaving[-1].start, end.stop)
+            jobs = self.stores.offer_with_windows(transfer.request, end, leaving[-1].start, end.stop)
             cache.release(lease)  # the jobs have leases of their own
             transfer.plans = tuple(job.plan for job in jobs)
             self.wait_for_jobs(transfer)

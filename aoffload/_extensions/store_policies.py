@@ -25,7 +25,7 @@ from ..errors import ConfigError
 MAX_SEEN = 1_000_000
 MAX_COUNTED_TOKENS = 2**34
 NUM_RECENT = 32
-"""The default watermark of `LazyStore` follows the lengths of the last prompts and requests, this many."""
+"""The default watermark of `LazyStore` follows the lengths of the last requests, about this many."""
 COUNTED_TOKENS = 2**24
 """Default of `SelectiveStore.max_counted_tokens`."""
 
@@ -40,8 +40,8 @@ class StorePolicy(Protocol):
     @property
     def num_watermark_blocks(self) -> int:
         """0: wanted blocks are stored immediately. Otherwise the watermark: a wanted block is stored once it is among
-        the first `num_watermark_blocks` device blocks that the next allocations would take. The ledger reads it again
-        each time, but 0 stays 0."""
+        the first `num_watermark_blocks` device blocks that the next allocations would take. The ledger reads it before
+        each write-back, so it may change. If it is 0 when the ledger is made, the ledger never reads it again."""
         ...
 
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
@@ -99,9 +99,8 @@ class LazyStore(EagerStore):
     """Stores blocks just before their eviction, once the allocation of `watermark_blocks` more device blocks would
     evict them.
 
-    None means as many blocks as the longest of the last requests takes, at least an eighth and at most half of the
-    device pool. Best effort: blocks that are evicted before they are stored are lost. So one allocation should not take
-    more blocks than the watermark.
+    None: the blocks of the longest request seen lately, at least an eighth and at most half of the device pool. If one
+    allocation takes more blocks than the watermark, blocks may be evicted before they are stored.
     """
 
     watermark_blocks: int | None = attrs.field(
@@ -115,16 +114,17 @@ class LazyStore(EagerStore):
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
         if self.watermark_blocks is not None:
             return self
-        return _LazyByLength(layout, num_device_blocks)
+        return _AdaptiveLazyStore(layout, num_device_blocks)
 
 
-class _LazyByLength(EagerStore):
+class _AdaptiveLazyStore(EagerStore):
     """`LazyStore()` of one ledger: the watermark follows the length of requests."""
 
     def __init__(self, layout: Layout, num_device_blocks: int) -> None:
         self._width = layout.width
         self._least, self._most = max(layout.width, num_device_blocks // 8, 1), num_device_blocks // 2
-        self._recent: deque[int] = deque([self._least], maxlen=NUM_RECENT)
+        self._recent: deque[int] = deque([self._least], maxlen=2 * NUM_RECENT)
+        """Two lengths of a request: of its prompt when it is admitted, and of all its tokens when it is done."""
 
     def __repr__(self) -> str:
         return "LazyStore()"
@@ -169,7 +169,7 @@ class StorePolicies(LedgerExtension):
 
     def __init__(self, policy: StorePolicy) -> None:
         self._policy = policy
-        self._is_known = type(policy) in (NoStore, LazyStore, _LazyByLength, SelectiveStore)
+        self._is_known = type(policy) in (NoStore, LazyStore, _AdaptiveLazyStore, SelectiveStore)
 
     def ask_admit(self, request: LedgerRequest) -> None:
         """Calls the policy before the request is admitted, because the program's own policy may raise."""

@@ -176,8 +176,8 @@ class EngineOffers:
         most: int = NO_LIMIT,
     ) -> Wanted:
         """The blocks of the first `stop` units that the host lacks. For full attention, only those of the first `most`
-        missing units. For windows, only where a later hit may end: see `commits`. Branch points count from unit `first`
-        on."""
+        missing units. For windows, only blocks before a unit at which a later hit may end (see `commits`). Branch
+        points before unit `first` are ignored."""
         if not stop or not self.cache.tiers[BELOW].pool.num_blocks:
             return Wanted([])
         full = self.cache.layout.full
@@ -206,15 +206,15 @@ class EngineOffers:
             ends.append(stop)
         ends += self.stores.checkpoints(first, stop)
         for component in self.cache.layout.windows:
-            hits = needed_at(component, [end - end % request.hit_alignment for end in ends])
+            ranges = needed_at(component, [end - end % request.hit_alignment for end in ends])
             if is_end:
-                hits.append(range(first_stored(component, self.stores.last_end(request, stop)), stop))
-            known = [unwritten.get(component.number, range(0))]
-            for hit in hits:
-                for units in _lacking_of(path, component, hit.start, hit.stop):
-                    named = without(known, units.start, units.stop)
+                ranges.append(range(first_stored(component, self.stores.last_end(request, stop)), stop))
+            excluded = [unwritten.get(component.number, range(0))]
+            for each in ranges:
+                for units in _lacking_of(path, component, each.start, each.stop):
+                    named = without(excluded, units.start, units.stop)
                     wanted.offers += self._of_window(request, component, named, ids)
-                known.append(hit)
+                excluded.append(each)
         return wanted
 
     def _stored_end(self, request: HostCacheRequest, stop: int, end: End | None) -> End | None:
@@ -441,8 +441,8 @@ def _first(lacking: list[range], most: int) -> tuple[list[range], int]:
 
 
 def _branch_points(path: Path, first: int, stop: int) -> list[int]:
-    """As `index.branch_points`, for a path that may end before unit `stop`: the tokens after it get a run of their
-    own."""
+    """Like `index.branch_points`, for a request that has no run in the index yet. Tokens after the end of `path` will
+    become a run of their own."""
     found: list[int] = []
     for run, agreed in path:
         num_others = run.num_after - (agreed == run.stop and run is not path[-1][0])

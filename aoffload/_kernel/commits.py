@@ -11,14 +11,15 @@ completed, and then raises `ExtensionError`, as every verb does.
 
 What is stored, and when:
 
-    at a commit         the units from the first that the host lacks on, unless an extension stores them later
-                        (`ask_deferred`). That holds for full attention only: a window is left, and evicted, long before
-                        its prefix
-    windows             only where a later hit may end: at the end of the prompt, at the last offer, where the policy or
-                        the store limit ends the stores, and at *branch points*, where the index knows another prompt
-                        that goes on differently. The second prompt with a prefix shows that the prefix is shared, and
-                        it still has the window there, so the third prompt hits. For the second prompt to hit, too, up
-                        to a multiple of `OffloadConfig.window_interval_tokens`, windows are stored there if it is set
+    at a commit         full attention: the units from the first that the host lacks on. An extension may defer them
+                        (`ask_deferred`)
+    windows             never deferred, because the device evicts the blocks of a window long before those of its
+                        prefix. Stored only where a later hit may end: at the end of the prompt, at the last offer,
+                        where the policy or the store limit ends the stores, and at *branch points*: units after which
+                        the index has another prompt that continues differently. The second prompt with a prefix reveals
+                        the branch point while it still holds the window there, so the third prompt hits. With
+                        `OffloadConfig.window_interval_tokens`, windows are also stored at each multiple of it, so that
+                        the second prompt hits up to there
     a host that evicts  units that the host has evicted since the request was admitted are stored again at its last
                         offer. Otherwise live requests whose prefixes do not fit together would evict each other's
                         blocks at every commit
@@ -183,7 +184,7 @@ class Commits:
         return tuple([job.plan for job in jobs]) if jobs else ()
 
     def _window_stores(self, request: LedgerRequest, run: Run, first: int, stop: int, is_last: bool) -> list[Job]:
-        """Store the windows where a later hit may end, see the docstring of this module."""
+        """Store the windows before each unit at which a later hit may end. The module docstring lists these units."""
         jobs: list[Job] = []
         ends = branch_points(run, first, stop)
         if first <= stop < request.published:

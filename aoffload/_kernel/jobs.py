@@ -423,9 +423,11 @@ class Stores:
             jobs += self.store(request, component, pieces, most=left_of(most, jobs))
         return jobs
 
-    def offer_hit(self, request: LedgerRequest, run: Run, first: int, stop: int, *, most: int = NO_LIMIT) -> list[Job]:
-        """Store what a hit at the end of a prompt needs, or somewhat before it: full attention as in `offer`, and the
-        windows before unit `stop`."""
+    def offer_with_windows(
+        self, request: LedgerRequest, run: Run, first: int, stop: int, *, most: int = NO_LIMIT
+    ) -> list[Job]:
+        """Store the blocks that a hit at unit `stop`, or slightly before it, needs: full attention as in `offer`, and
+        each window with its margin."""
         jobs = self.offer(request, run, self.cache.layout.full, first, stop, most=most)
         for component in self.cache.layout.windows:
             start = first_stored(component, self.last_end(request, stop))

@@ -144,7 +144,8 @@ class LocalTransport:
         """Use the host memory at `path` (`SharedMemory`), which other transports use, too. Called before `open`.
         `ConfigError` for a backend or a lower tier that cannot share it."""
         if not isinstance(self.backend, RegionBackend) or self._lower:
-            raise ConfigError("num_replicas", "must be 1 for a backend of your own, and with tiers below the host")
+            problem = "a backend of your own, or a tier below the host, cannot share host memory"
+            raise ConfigError("num_replicas", problem)
         self._shared_path = self.backend.shared_path = path
 
     def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:

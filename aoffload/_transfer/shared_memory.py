@@ -1,8 +1,9 @@
-"""Host memory that ranks share. Ranks that hold the same bytes on their devices store them once, and all load them.
+"""Host memory that several ranks share.
 
-The deciding process makes the memory, and each rank maps it by its path, which is that of an open file of the deciding
-process. The file has no name in any directory. So nothing is left behind, whoever is killed: the system frees the
-memory when the last process has unmapped it.
+Ranks that hold the same bytes on their devices store each block once, and every rank loads it. One process makes the
+memory: the one that decides, or the first worker of vLLM. It passes the path of its open file (`/proc/PID/fd/N`) to the
+other ranks, which map it. The file has no name in any directory, so a killed process leaves nothing behind: the system
+frees the memory when the last process has unmapped it.
 
     rows       num_host_blocks * block_bytes     the blocks, as in private host memory
     checksums  num_host_blocks * DIGEST_BYTES    one per block, because a rank verifies what another one has stored
@@ -27,7 +28,7 @@ class SharedMemory:
 
     def __init__(self, num_bytes: int) -> None:
         if not hasattr(os, "memfd_create"):
-            raise ConfigError("num_replicas", "must be 1 here: only Linux shares memory without a name")
+            raise ConfigError("num_replicas", "sharing host memory needs Linux (memfd_create)")
         self._file = os.memfd_create("aoffload", os.MFD_CLOEXEC)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         """Where the memory can be mapped, until `close`."""
@@ -36,7 +37,7 @@ class SharedMemory:
         except (OSError, OverflowError) as error:
             self.close()
             size = f"{num_bytes / 2**30:.1f} GiB of host memory"
-            raise ConfigError("num_host_blocks", f"{size} cannot be had ({error})") from None
+            raise ConfigError("num_host_blocks", f"the system refuses {size} ({error})") from None
 
     def close(self) -> None:
         """Let no further process map it. Mappings stay."""
@@ -76,7 +77,7 @@ def _mapped(
         with open(path, "r+b", buffering=0) as file:
             memory = mmap.mmap(file.fileno(), max(1, shared_size(num_blocks, block_bytes)))
     except (OSError, ValueError, OverflowError) as error:
-        raise ConfigError("num_replicas", f"the memory that ranks share cannot be mapped ({error})") from None
+        raise ConfigError("num_replicas", f"the shared host memory cannot be mapped ({error})") from None
     for name in ("MADV_HUGEPAGE", *advice):
         with suppress(AttributeError, OSError):  # another kernel: only slower
             memory.madvise(getattr(mmap, name))

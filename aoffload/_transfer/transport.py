@@ -112,7 +112,8 @@ class PinProgress:
 
 @runtime_checkable
 class SharesHostMemory(Protocol):
-    """A transport whose host memory may be that of several transports, which then store each block once."""
+    """A transport that can use host memory that other transports use, too. The caller then launches each store on only
+    one of them."""
 
     def share_host_memory(self, path: str) -> None:
         """Use the host memory at `path`. Called before `open`. `ConfigError` if this transport cannot."""

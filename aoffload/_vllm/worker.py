@@ -355,7 +355,7 @@ class WorkerSide:
         """Start copies after all work that was submitted to the device so far. A copy in `uses` fails if the weights of
         its adapter have changed since it was planned."""
         for plan in plans:
-            if self._replicas is not None and not self._replicas.stores(plan):
+            if self._replicas is not None and not self._replicas.copies(plan):
                 self.copies.end(Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))  # another worker stores it
                 continue
             self.copies.begin(plan)

@@ -230,7 +230,7 @@ def test_the_default_watermark_follows_the_length_of_requests() -> None:
     for num_units, watermark in ((6, 6), (12, 12), (30, 20), (1, 20)):
         policy.seen(request, 0, num_units)
         assert policy.num_watermark_blocks == watermark
-    for _ in range(32):
+    for _ in range(2 * 32):  # a request is seen at its admission and at its end
         policy.seen(request, 0, 1)
     assert policy.num_watermark_blocks == 5
 

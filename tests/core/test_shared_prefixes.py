@@ -1,4 +1,5 @@
-"""Prefixes that prompts share, with windows: what a window needs where two prompts part is stored once it is known."""
+"""Shared prefixes in models with windows: the window before a branch point is stored once a second prompt reveals
+it."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ def test_the_third_user_of_a_prefix_hits_all_of_it(
 
 @each_face
 @pytest.mark.parametrize("policy", ["eager", "selective"])
-def test_where_requests_align_their_hits_a_window_is_stored_there(face: type[Own | Engine], policy: str) -> None:
+def test_windows_are_stored_where_aligned_hits_end(face: type[Own | Engine], policy: str) -> None:
     """A hit that has to end at a multiple of three blocks needs the window before that, not the one before the branch
     point."""
     users = face(LAYOUTS["window"], store_policy=policy)
@@ -109,7 +110,7 @@ def test_where_requests_align_their_hits_a_window_is_stored_there(face: type[Own
 
 
 @each_face
-def test_what_the_policy_wants_ends_in_a_window(face: type[Own | Engine]) -> None:
+def test_selective_hits_a_shared_prefix_from_the_third_request_on(face: type[Own | Engine]) -> None:
     """`selective` stores the prefix from its second request on, so the third one hits."""
     users = face(LAYOUTS["window"], store_policy="selective")
     assert [users.serve([*prompt(1, 96), *prompt(user, 60)]) for user in (2, 3, 4, 5)] == [0, 0, 96, 96]
@@ -130,7 +131,7 @@ def test_the_window_where_the_policy_ends_is_stored_while_the_request_has_it() -
 
 
 def test_lazy_has_the_window_of_a_shared_prefix() -> None:
-    """It stores full attention late, but a window at once: the device has evicted it long before."""
+    """`lazy` stores a window at its commit, because the device evicts it before `lazy` would store it."""
     users = Own(LAYOUTS["window"], store_policy="lazy")
     ledger = users.driven.ledger
     for user in (2, 3, 4, 5):
@@ -145,14 +146,14 @@ def test_lazy_has_the_window_of_a_shared_prefix() -> None:
 
 
 def test_the_disk_has_the_window_of_a_shared_prefix() -> None:
-    """A prefix that prompts share lies inside their paths; its window goes down as their ends do."""
+    """A shared prefix ends inside the paths of its prompts; the disk stores its window, too."""
     driven = Disk(400, 400, 400, groups=LAYOUTS["window"])
     driven.on_disk_only(*[[*prompt(1, 48), *prompt(user, 48)] for user in (2, 3, 4)])
     assert driven.fetched([*prompt(1, 48), *prompt(8, 48)]) == 48
 
 
-class Naive:
-    """What the host has if nothing is evicted and every copy lands: sets of prefixes, unit by unit."""
+class HostModel:
+    """A model of the host: the sets of prefixes that it holds if nothing is evicted and every copy lands."""
 
     def __init__(self, groups: Sequence[KVCacheGroup], face: type[Own | Engine], interval_tokens: int = 0) -> None:
         self.layout = Layout.of(groups)
@@ -184,7 +185,7 @@ class Naive:
         layout, hit = self.layout, self.hit(tokens)
         num_units = len(tokens) // layout.unit_tokens
         last = min(num_units, (len(tokens) - 1) // layout.unit_tokens)
-        ends = [end for end in range(max(hit, 1), num_units) if self.parts_at(tokens, end)]
+        ends = [end for end in range(max(hit, 1), num_units) if self.diverges_at(tokens, end)]
         ends += [end for end in range(hit + 1, num_units + 1) if self.interval and not end % self.interval]
         for component in layout.components:
             needed = component.first_unit(last)
@@ -201,7 +202,7 @@ class Naive:
         self.paths.update(self.unit(tokens, stop) for stop in range(1, num_units + 1))
         return hit * layout.unit_tokens
 
-    def parts_at(self, tokens: Sequence[int], end: int) -> bool:
+    def diverges_at(self, tokens: Sequence[int], end: int) -> bool:
         """Whether another prompt goes on differently after unit `end`."""
         own, size = self.unit(tokens, end), (end + 1) * self.layout.unit_tokens
         return any(
@@ -216,16 +217,16 @@ class Naive:
 def test_random_prompts_hit_exactly_what_the_rule_says(
     face: type[Own | Engine], groups: list[KVCacheGroup], seed: int, interval: int
 ) -> None:
-    """Prompts that part anywhere from each other: each hits as much as a model that keeps a set of prefixes says, no
+    """Prompts that diverge anywhere from each other: each hits as much as a model that keeps a set of prefixes says, no
     unit more and none less."""
     rng = random.Random(seed)
-    users, naive = face(groups, window_interval_tokens=interval), Naive(groups, face, interval)
+    users, model = face(groups, window_interval_tokens=interval), HostModel(groups, face, interval)
     prompts: list[list[int]] = [[]]
     for number in range(1, 22):
         known = rng.choice(prompts)
         tokens = [*known[: rng.randint(0, len(known))], *prompt(number, rng.randint(1, 60))]
         prompts.append(tokens)
-        assert users.serve(tokens) == naive.serve(tokens), f"prompt {number}"
+        assert users.serve(tokens) == model.serve(tokens), f"prompt {number}"
 
 
 @each_face
@@ -259,7 +260,7 @@ def test_a_prefix_that_nobody_shares_costs_no_window(face: type[Own | Engine]) -
     assert statistics.num_cached == 32 + 5 + 2, "all of full attention, a window, and its margin"
 
 
-def test_a_prefix_is_found_by_what_the_index_has() -> None:
+def test_lookup_counts_a_shared_prefix() -> None:
     """`lookup` says the same as a match, and takes nothing."""
     users = Own(LAYOUTS["window"])
     for user in (2, 3):

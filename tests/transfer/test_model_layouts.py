@@ -116,7 +116,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def test_whatever_changes_the_bytes_changes_the_fingerprint() -> None:
+def test_every_change_of_the_bytes_changes_the_fingerprint() -> None:
     """No two of these layouts have one fingerprint, so a namespace with it never mixes them. The same arguments give
     the same text in every process, because directories outlive processes."""
     found = {name: layout_of(LLAMA, SMALL | fields, **options) for name, (fields, options) in CHANGES.items()}
@@ -163,7 +163,7 @@ async def test_a_view_of_another_layout_is_a_miss(tmp_path: Path) -> None:
         assert runtime.lookup(prompt).num_lower_tokens == 0
 
 
-def test_what_was_stored_from_usual_tensors_is_still_found() -> None:
+def test_the_identity_of_contiguous_tensors_is_frozen() -> None:
     """The identity of a directory or a store names the order of axes only where it is not the usual one. It is frozen
     for contiguous tensors, because directories outlive versions."""
     layout = Layout.of([KVCacheGroup("all", block_size=4)])

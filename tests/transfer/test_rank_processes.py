@@ -148,8 +148,12 @@ def test_a_rank_that_cannot_be_built_is_named(build: Any, message: str) -> None:
 @forked
 def test_a_rank_that_ends_or_hangs_while_it_builds_is_noticed(gates: tuple[Connection, Connection]) -> None:
     """The end is seen at once; a hang at the timeout. The process is gone in both cases."""
-    with pytest.raises(ConfigError, match=r"build: rank 0: its process ended before it was ready \(exit code 3\)"):
+    ended = r"^build: rank 0: its process ended before it was ready \(exit code"
+    with pytest.raises(ConfigError, match=rf"{ended} 3\)$"):
         RankTransport.spawn(builds.ending, 1, timeout_s=START_S)
+    hint = r'; the main module needs `if __name__ == "__main__":`'
+    with pytest.raises(ConfigError, match=rf"{ended} 1\){hint}$"):
+        RankTransport.spawn(builds.exiting, 1, timeout_s=START_S)
     rank = ProcessRank(partial(builds.waiting, gates[1]), 0, 1)
     with pytest.raises(WrongState, match="not ready"):
         rank.block_bytes  # noqa: B018
@@ -194,7 +198,9 @@ def test_a_transport_that_was_never_opened_can_be_closed() -> None:
 def test_host_memory_that_a_rank_cannot_have_names_rank_and_size() -> None:
     """Opening raises what the configuration got wrong, and every process is gone."""
     ranks = spawn_ranks(builds.plain, 1, START_S)
-    with pytest.raises(ConfigError, match=r"num_host_blocks: rank 0: 98304\d*.\d GiB of host memory"):
+    with pytest.raises(
+        ConfigError, match=r"num_host_blocks: rank 0: the system refuses 98304\d*.\d GiB of host memory"
+    ):
         RankTransport(ranks).open(2**42, verify=False, deliver=lambda completion: None, env=Env())
     with pytest.raises(ProcessLookupError):
         os.kill(ranks[0].pid, 0)

@@ -82,7 +82,7 @@ where = pytest.mark.parametrize("local", [True, False], ids=["one process", "pro
 
 @where
 @pytest.mark.usefixtures("forked_ranks")
-def test_what_one_rank_has_stored_every_rank_loads(start: Callable[..., Replicas], local: bool) -> None:
+def test_every_rank_loads_blocks_that_another_rank_stored(start: Callable[..., Replicas], local: bool) -> None:
     """Whichever rank has made the store: the bytes on all devices are those that were stored, verified by a checksum,
     and they were copied once."""
     replicas = start(local=local)
@@ -125,7 +125,7 @@ def test_each_rank_verifies_what_another_one_has_stored(start: Callable[..., Rep
     assert "rank" not in done.error or done.num_landed == 0
 
 
-def test_the_host_memory_is_there_once(start: Callable[..., Replicas]) -> None:
+def test_ranks_map_the_same_host_memory(start: Callable[..., Replicas]) -> None:
     """The ranks map the same pages, which are free again when the transport is closed."""
     before = num_shared()
     replicas = start(verify=False)
@@ -141,7 +141,7 @@ def test_the_host_memory_is_there_once(start: Callable[..., Replicas]) -> None:
 
 
 def num_shared() -> int:
-    """Open files of this process that are such memory."""
+    """Number of open file descriptors of this process for shared host memory."""
     gc.collect()
     found = 0
     for descriptor in os.listdir("/proc/self/fd"):
@@ -198,8 +198,8 @@ class OneSize:
         ((8, 8, 8, 9), 2, r"ranks 2 to 3 have blocks of \[8, 9\] bytes: replicas hold the same bytes"),
     ],
 )
-def test_what_cannot_be_replicas_is_refused_by_name(sizes: tuple[int, ...], num_replicas: Any, problem: str) -> None:
-    """Before anything is allocated."""
+def test_an_invalid_num_replicas_is_refused(sizes: tuple[int, ...], num_replicas: Any, problem: str) -> None:
+    """The error is raised before host memory is allocated."""
     ranks: Any = [OneSize(size) for size in sizes]
     with pytest.raises(ConfigError, match=f"num_replicas: .*{problem}"):
         RankTransport(ranks, num_replicas=num_replicas)
@@ -212,9 +212,9 @@ def test_a_transport_that_cannot_share_memory_is_refused() -> None:
         transport.open(4, verify=False, deliver=lambda completion: None, env=Env())
 
 
-def test_memory_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_says_why_memory_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Too much of it, a system without it, and memory that its owner has closed."""
-    with pytest.raises(ConfigError, match=r"num_host_blocks: .* GiB of host memory cannot be had"):
+    with pytest.raises(ConfigError, match=r"num_host_blocks: the system refuses .* GiB of host memory \("):
         SharedMemory(2**63)
     memory = SharedMemory(shared_size(4, 8))
     rows = map_rows(memory.path, 4, 8)
@@ -223,8 +223,8 @@ def test_memory_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     memory.close()
     memory.close()
     assert rows[3, 0] == 7, "a mapping outlives the file"
-    with pytest.raises(ConfigError, match="num_replicas: the memory that ranks share cannot be mapped"):
+    with pytest.raises(ConfigError, match="num_replicas: the shared host memory cannot be mapped"):
         map_rows(memory.path, 4, 8)
     monkeypatch.delattr(shared_memory.os, "memfd_create")
-    with pytest.raises(ConfigError, match="num_replicas: must be 1 here"):
+    with pytest.raises(ConfigError, match=r"num_replicas: sharing host memory needs Linux \(memfd_create\)"):
         SharedMemory(8)

@@ -203,7 +203,7 @@ class Fetches(LedgerExtension):
             request.leases[Tier.HOST] = self.cache.lease(Tier.HOST, run)
             jobs: list[Job] = []
             for source in self.sources if indexed else ():
-                jobs += source.offer_hit(request, run, 0, indexed, most=left_of(most, jobs))
+                jobs += source.offer_with_windows(request, run, 0, indexed, most=left_of(most, jobs))
             if self.from_remote is not None and cells:
                 over = stretches(run, start, stop)
                 cell_units = cells[0].stop - cells[0].start

@@ -160,7 +160,8 @@ def anonymous_memory(num_blocks: int, block_bytes: int, *advice: str) -> NDArray
     try:
         memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, MemoryError) as error:
-        raise ConfigError("num_host_blocks", f"{size / 2**30:.1f} GiB of host memory cannot be had ({error})") from None
+        problem = f"the system refuses {size / 2**30:.1f} GiB of host memory ({error})"
+        raise ConfigError("num_host_blocks", problem) from None
     for name in ("MADV_HUGEPAGE", *advice):
         with suppress(AttributeError, OSError):  # another system, or a kernel without it: only slower
             memory.madvise(getattr(mmap, name))

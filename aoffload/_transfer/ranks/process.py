@@ -103,8 +103,10 @@ class ProcessRank:
         self._kill()
         if isinstance(frame, Refused):
             raise ConfigError(frame.argument, frame.problem)
+        code = self._process.exitcode
         problem = "its process ended before it was ready" if in_time else f"not ready after {timeout_s:g} s"
-        raise ConfigError("build", f"rank {self.rank}: {problem} (exit code {self._process.exitcode})")
+        hint = '; the main module needs `if __name__ == "__main__":`' if in_time and code == 1 else ""
+        raise ConfigError("build", f"rank {self.rank}: {problem} (exit code {code}){hint}")
 
     def open(
         self,

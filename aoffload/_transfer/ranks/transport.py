@@ -160,10 +160,10 @@ class RankTransport:
     Capacity is fixed from the start: `num_device_blocks` is the minimum of the ranks, `block_bytes` the sum of their
     parts, and each rank opens the same number of host blocks.
 
-    **Replicas.** With `num_replicas`, each group of that many consecutive ranks holds the same bytes in every block:
-    all ranks do for MLA, whose latents every rank needs, and several do if a model has fewer KV heads than ranks. The
-    ranks of a group share one host memory. One of them makes each store, in turns, and all of them load it. The parts
-    of a group count once in `block_bytes`. Linux only.
+    **Replicas.** Each group of `num_replicas` consecutive ranks holds the same bytes in every block. For MLA this is
+    all ranks, because every rank needs the latents; it is several ranks if a model has fewer KV heads than ranks. The
+    ranks of a group share one host memory and take turns with stores; every rank makes each load. `block_bytes` counts
+    a group once. Linux only.
     """
 
     def __init__(self, ranks: Sequence[Rank], *, open_timeout_s: float = 600.0, num_replicas: int = 1) -> None:
@@ -179,7 +179,7 @@ class RankTransport:
         self.num_device_blocks = min(rank.num_device_blocks for rank in self.ranks)
         self.block_bytes = sum(rank.block_bytes for rank in self.ranks[:: self.num_replicas])
         self._memories: list[SharedMemory] = []
-        """What the ranks of each group share."""
+        """The shared host memory of each group of replicas."""
         self._open_timeout_s = open_timeout_s
         # Guards the tally and the refusal: when a rank dies, a job that begins is either refused or failed.
         # Reentrant: `deliver` may launch the next job at once.
@@ -256,10 +256,10 @@ class RankTransport:
                 raise ConfigError(error.argument, f"rank {index}: {error.problem}") from error
         for rank in self.ranks:
             rank.wait_open(max(0.0, deadline_s - time.monotonic()))
-        self._let_go()
+        self._close_memories()
 
-    def _let_go(self) -> None:
-        """Every rank has mapped the memory that it shares: keep no file of it open."""
+    def _close_memories(self) -> None:
+        """Close the files of the shared memory. Ranks keep what they have mapped."""
         for memory in self._memories:
             memory.close()
 
@@ -270,7 +270,7 @@ class RankTransport:
         for rank in self.ranks:
             rank.stop(timeout_s)
         ended = [rank.join(max(0.0, deadline_s - time.monotonic())) for rank in self.ranks]
-        self._let_go()
+        self._close_memories()
         return all(ended)
 
     def _refuse(self, error: TransferRefused) -> None:
@@ -314,7 +314,8 @@ class RankTransport:
         is_store = plan.source < plan.destination
         for index, rank in enumerate(self.ranks):
             if is_store and index % self.num_replicas != plan.job_id % self.num_replicas:
-                self._report(index, Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))  # a replica stores it
+                # another replica stores it
+                self._report(index, Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))
                 continue
             try:
                 rank.launch(plan, number)

@@ -1,16 +1,21 @@
-"""Latents of MLA are on every worker: stored once for all of them, in memory that they share."""
+"""Workers of an MLA model hold the same latents, and store them once in host memory that they share."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 from engine_doubles import PAGE_BYTES, TEXT, Request
-from small_engine import SmallEngine, to_rest
+from small_engine import PATIENCE_S, SmallEngine, to_rest
 from vllm_configs import kv_cache_config, vllm_config
 from vllm_doubles import vllm_importable
 
+from aoffload._transfer import shared_memory
 from aoffload._vllm.replicas import WorkerReplicas, num_replicas_of
 from aoffload.errors import ConfigError
 
@@ -46,7 +51,7 @@ def test_workers_with_latents_store_them_once_and_all_load_them() -> None:
 
 
 @pytest.mark.parametrize(("has_latents", "num_host_blocks"), [(True, 8), (False, 4)])
-def test_the_bytes_of_the_server_hold_more_of_them(has_latents: bool, num_host_blocks: int) -> None:
+def test_host_bytes_give_twice_the_blocks_if_two_workers_share(has_latents: bool, num_host_blocks: int) -> None:
     """`host_bytes` is for the whole server: two workers that share their memory have twice the blocks."""
     engine = SmallEngine(num_ranks=2, has_latents=has_latents, num_host_blocks=None, host_bytes=8 * BLOCK_BYTES)
     assert engine.connector.ledger.statistics().host.num_blocks == num_host_blocks
@@ -73,8 +78,101 @@ def test_only_workers_of_one_machine_that_hold_all_tokens_share(fields: dict[str
 
 
 def test_a_transport_that_cannot_share_is_refused() -> None:
-    """A `make_transport` of the program's own has to return one that can."""
+    """A program's own `make_transport` must return a transport that can share host memory."""
     replicas = WorkerReplicas(1, 2, lambda text: ["", ""])
     transport: Any = SimpleNamespace(block_bytes=8)
-    with pytest.raises(ConfigError, match="make_transport: must be a LocalTransport"), replicas.sharing(transport, 4):
+    with (
+        pytest.raises(ConfigError, match="make_transport: must return a transport that can share host memory"),
+        replicas.sharing(transport, 4),
+    ):
         pass
+
+
+@attrs.define(eq=False)
+class Shares:
+    """A transport that opens, or raises one of these errors."""
+
+    block_bytes: int = 8
+    share_error: Exception | None = None
+    open_error: Exception | None = None
+    is_open: bool = False
+
+    def share_host_memory(self, path: str) -> None:
+        assert path.startswith("/proc/")
+        if self.share_error is not None:
+            raise self.share_error
+
+    def open(self) -> None:
+        if self.open_error is not None:
+            raise self.open_error
+        self.is_open = True
+
+    def close(self, timeout_s: float) -> bool:
+        self.is_open = False
+        return True
+
+
+def opened(transports: list[Any], num_host_blocks: int = 4) -> list[Exception | None]:
+    """What each of these workers raises, which open their transports at the same time."""
+    texts, meeting = [""] * len(transports), threading.Barrier(len(transports))
+
+    def exchange(rank: int, text: str) -> list[str]:
+        texts[rank] = text
+        meeting.wait(PATIENCE_S)
+        heard = list(texts)
+        meeting.wait(PATIENCE_S)
+        return heard
+
+    def work(rank: int) -> Exception | None:
+        replicas = WorkerReplicas(rank, len(transports), partial(exchange, rank))
+        try:
+            with replicas.sharing(transports[rank], num_host_blocks):
+                transports[rank].open()
+        except Exception as error:  # noqa: BLE001 - what the test is about
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(transports)) as workers:
+        return list(workers.map(work, range(len(transports))))
+
+
+def test_every_worker_hears_that_the_memory_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker 0 makes it. The others wait for its path, and get the reason instead."""
+    assert opened([Shares(), Shares()]) == [None, None]
+    first, second = opened([Shares(), Shares()], num_host_blocks=2**60)
+    for error in (first, second):
+        assert isinstance(error, ConfigError) and "the system refuses" in error.problem
+    assert first.argument == "num_host_blocks" and second.problem.startswith("worker 0: num_host_blocks: ")
+    monkeypatch.delattr(shared_memory.os, "memfd_create")
+    needs = "make_transport: sharing host memory needs Linux (memfd_create)"
+    assert [str(error) for error in opened([Shares(), Shares()])] == [needs, f"make_transport: worker 0: {needs}"]
+
+
+OPEN_ERRORS: dict[str, tuple[dict[str, Exception], str]] = {
+    "cannot share": (
+        {"share_error": ConfigError("num_replicas", "a tier below the host cannot share host memory")},
+        "make_transport: a tier below the host cannot share host memory",
+    ),
+    "no memory": ({"open_error": ConfigError("num_host_blocks", "too much")}, "num_host_blocks: too much"),
+    "another error": ({"open_error": RuntimeError("no device")}, "RuntimeError: no device"),
+}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(("errors", "reason"), OPEN_ERRORS.values(), ids=OPEN_ERRORS)
+def test_every_worker_hears_that_one_could_not_open(errors: dict[str, Any], reason: str, number: int) -> None:
+    """The worker raises its own error, and the others `ConfigError` with its number. No transport stays open."""
+    transports = [Shares(), Shares()]
+    transports[number] = Shares(**errors)
+    found = opened(transports)
+    own, other = found[number], found[1 - number]
+    assert reason.endswith(str(own)) and type(own) is type(next(iter(errors.values())))
+    assert isinstance(other, ConfigError) and str(other) == f"make_transport: worker {number}: {reason}"
+    assert not any(each.is_open for each in transports)
+
+
+def test_a_worker_whose_transport_cannot_share_tells_the_others() -> None:
+    """Workers may get different transports from a program's own `make_transport`."""
+    found = opened([Shares(), SimpleNamespace(block_bytes=8)])
+    assert all(isinstance(error, ConfigError) for error in found)
+    assert "worker 1: make_transport: must return a transport" in str(found[0])

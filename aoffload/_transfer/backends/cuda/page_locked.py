@@ -215,8 +215,8 @@ def page_locked_memory(
     """Page-locked host memory, on the NUMA node of the device; with `shared_path`, the memory there, which other
     processes lock, too. If the driver refuses: pageable memory, and exactly one `RuntimeWarning` that says why.
     `ConfigError` if the process would be killed for it."""
-    there = allocated_bytes(shared_path) if shared_path else 0
-    _check_cgroup(max(0, host_size(num_blocks, block_bytes) - there))
+    already_allocated = allocated_bytes(shared_path) if shared_path else 0
+    _check_cgroup(max(0, host_size(num_blocks, block_bytes) - already_allocated))
     # A forked child would make the pages copy-on-write, and the device would go on writing to those of the child.
     if shared_path:
         rows = map_rows(shared_path, num_blocks, block_bytes, "MADV_DONTFORK")
