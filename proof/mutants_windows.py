@@ -75,7 +75,7 @@ _SHARED_PREFIXES = (
     Mutant(
         "an engine's window is not stored at branch points",
         OFFERS,
-        "ends = _branch_points(path, first, stop)",
+        "ends = _branch_points(path, first, limit)",
         "ends = list[int]()",
         "the third user of a prefix hits all of it",
         test=SHARED + "test_the_third_user_of_a_prefix_hits_all_of_it",
@@ -87,6 +87,31 @@ _SHARED_PREFIXES = (
         "hits = [range(each.start + 1, each.stop) for each in needed_at(component, ends)]",
         "the third user of a prefix hits all of it",
         test=SHARED + "test_random_prompts_hit_exactly_what_the_rule_says",
+    ),
+    Mutant(
+        "an engine's prompt diverges only where more is computed",
+        OFFERS,
+        "limit = min(stop + 1, request.sequence.num_tokens // layout.unit_tokens)",
+        "limit = stop",
+        "wherever an offer ends, the third user hits",
+        test=SHARED + "test_wherever_an_offer_ends_an_engine_s_window_is_stored",
+    ),
+    Mutant(
+        "deferred windows that evict each other",
+        OFFERS,
+        "if left is not None and left.num_blocks >= old.num_blocks and left.num_evicted != old.num_evicted:",
+        "if False:",
+        "an engine at rest copies nothing",
+        test="tests/core/test_engine_deferred.py::test_deferred_windows_that_evict_each_other_are_given_up",
+    ),
+    Mutant(
+        "blocks before a window stay unwritten after a failed load",
+        "aoffload._host_cache.host_cache",
+        "        self._ready(request, ready)\n        self._written_from(request, ready)\n",
+        "        self._ready(request, ready)\n",
+        "a request that computes all of a prompt may invalidate any of it",
+        test="tests/core/test_engine_failed_loads.py::"
+        "test_after_a_load_that_failed_a_window_is_computed_by_the_request",
     ),
     Mutant(
         "an engine's window is not stored where the policy ends",

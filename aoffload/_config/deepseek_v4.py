@@ -67,6 +67,7 @@ def pages_of(reader: ConfigReader, form: KVFormat, block_size: int) -> list[Page
         raise reader.refuse("has several KV heads, and a latent has none")
     width, dtype = _latent(reader, form, size)
     index_size = reader.count("index_head_dim")
+    reader.ignore("index_n_heads", "index_topk")
     index = indexer_part(index_size)
     reader.ignore("compress_rope_theta")  # changes positions, not what is stored
     reader.check_all_read()

@@ -24,7 +24,7 @@ _MAY_DECIDE = re.compile(
     r"(?<!q)kv_|_kv|key_value|v_head|head_dim|head_size|window|chunk|local|global|layer_type|layers_block|block_type"
     r"|attn_type|attention_type|latent|lora_rank|compress|index|sparse|ssm|mamba|conv_|recurrent|state|rwkv|linear_"
     r"|hybrid|interval|pattern|period|cross|shared_layer|cache|bidirectional|causal|multi_query|n_head|mla_|memory"
-    r"|dilat|sink_size|attn_config|attention_config|loop|recur|num_blocks|eviction|quant_algo|per_layer_config"
+    r"|block_config|ut_steps|dilat|sink_size|attn_config|attention_config|loop|recur|num_blocks|eviction|quant_algo|per_layer_config"
 )
 """Names of fields that may decide which KV a layer stores, or how far back it reads."""
 _OTHER_MODEL_PARTS = re.compile(
@@ -36,8 +36,8 @@ _HARMLESS_FIELDS = frozenset(
         # of the whole model, of generation, or of weights
         "use_cache", "cache_implementation", "initializer_range", "output_hidden_states", "image_token_index",
         "boi_token_index", "eoi_token_index", "eoa_token_index", "boa_token_index", "audio_token_index",
-        "video_token_index", "mm_tokens_per_image", "pad_token_index", "tie_encoder_decoder", "index_n_heads",
-        "index_topk", "latent_moe_use_norm", "moe_latent_size", "mlp_layer_types", "q_lora_rank", "o_lora_rank",
+        "video_token_index", "mm_tokens_per_image", "pad_token_index", "tie_encoder_decoder", "latent_moe_use_norm",
+        "moe_latent_size", "mlp_layer_types", "q_lora_rank", "o_lora_rank",
         # of queries and scores: they change the values of KV, which the namespace names, and not their layout
         "num_attention_heads", "num_key_value_groups", "rope_local_base_freq", "local_rope_theta",
         "global_rope_theta", "attn_logit_softcapping", "attention_sink_bias",

@@ -62,7 +62,7 @@ def refuse_uncacheable(reader: ConfigReader) -> None:
         raise reader.refuse(f"has a recurrent state ({found}): {_WHY_NOT_RECURRENT}")
     # Tokens of an image read each other in Gemma. A `KeySpan` over the image makes a block's key depend on all of them.
     harmless = (None, False, "vision") if reader.model_type in _IMAGES_BOTH_WAYS else (None, False)
-    if reader.get("use_bidirectional_attention") not in harmless or reader.get("is_causal") is False:
+    if reader.get("use_bidirectional_attention") not in harmless or reader.get("is_causal") not in (None, True):
         raise reader.refuse("attends to later tokens, so a cached key depends on more than its prefix")
 
 
@@ -114,7 +114,7 @@ def _own_parts(
         raise reader.refuse(f"has a `per_layer_config` that is not a table: {shown(given)}")
     parts = list(parts)
     for name, own in given.items():
-        layer = int(name) if str(name).isdecimal() else -1
+        layer = int(name) if str(name).isdecimal() and len(str(name)) < 10 else -1
         if not 0 <= layer < num_layers or not isinstance(own, Mapping):
             raise reader.refuse(
                 f"has a `per_layer_config` with {shown(name)}, which is none of its {num_layers} layers"
@@ -166,6 +166,7 @@ def _num_sharing_layers(reader: ConfigReader, num_layers: int) -> int:
 def _kinds(reader: ConfigReader, num_layers: int) -> list[AttentionKind]:
     """The attention of each layer."""
     reader.ignore("use_sliding_window", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern")
+    pattern = "sliding_window_pattern" if reader.fields.get("sliding_window_pattern") else "_sliding_window_pattern"
     types = reader.per_layer("layer_types", num_layers, str)
     window = _window(reader)
     if types is not None:
@@ -181,7 +182,7 @@ def _kinds(reader: ConfigReader, num_layers: int) -> list[AttentionKind]:
     if reader.model_type in _ALL_SLIDE:
         return [sliding] * num_layers
     if reader.model_type in _FULL_LAYER_EVERY:
-        every = reader.count("sliding_window_pattern", _FULL_LAYER_EVERY[reader.model_type])
+        every = reader.count(pattern, _FULL_LAYER_EVERY[reader.model_type])
         return [sliding if (layer + 1) % every else FullAttention() for layer in range(num_layers)]
     raise reader.refuse(f"has a window of {window} tokens, and neither `layer_types` nor another field says in which "
                         "layers")  # fmt: skip
@@ -295,6 +296,7 @@ def _deepseek(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
         raise reader.refuse(f"has layers of {kinds}; groups_of knows latents only with full attention")
     if reader.model_type == "deepseek_v32":
         parts += (indexer_part(reader.count("index_head_dim")),)
+        reader.ignore("index_n_heads", "index_topk")
     return [LayerKV(FullAttention(), parts)] * num_layers
 
 
@@ -329,8 +331,10 @@ _FAMILIES = {
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "deepseek_v32": _deepseek,
+    "gemma4": _gemma_4,
     "gemma4_text": _gemma_4,
     "kimi_k2": _deepseek,
+    "llama4": _llama_4,
     "llama4_text": _llama_4,
     "mimo_v2_flash": _mimo_v2,
     "minimax_m3": _minimax_m3,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import attrs
@@ -140,7 +140,8 @@ def groups_of(
     reader = read_config(config)
     form = KVFormat.of(dtype, scales, reader.dtype())
     if dtype == "auto":
-        _check_quantization(reader.fields.get("quantization_config") or reader.outer.get("quantization_config"))
+        for fields in (reader.fields, reader.outer):
+            _check_quantization(fields.get("quantization_config"))
     if reader.model_type == "deepseek_v4":
         kinds = pages_of(reader, form, block_size or V4_BLOCK_SIZE)
         groups, layers, regions = _packed(kinds, tensor_parallel_size)
@@ -153,9 +154,9 @@ def groups_of(
 
 def _check_quantization(quantization: object) -> None:
     """Raise if the checkpoint says that KV is quantized, because "auto" would take the dtype of the weights."""
-    if not isinstance(quantization, dict):
+    if not isinstance(quantization, Mapping):
         return
-    for name in ("kv_cache_scheme", "kv_cache_quant_algo"):
+    for name in ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config"):
         if quantization.get(name):
             raise ConfigError("dtype", f"is 'auto', and the checkpoint quantizes KV (`{name}`): give the dtype")
 

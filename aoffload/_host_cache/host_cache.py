@@ -323,7 +323,13 @@ class HostCache(AnyLedger):
         request.num_lost_tokens += (arrival.stop - ready) * unit
         request.retry_max_hit_tokens = ready * unit
         self._ready(request, ready)
+        self._written_from(request, ready)
         return self.arrivals.fell_short(request, ready)
+
+    def _written_from(self, request: HostCacheRequest, start: int) -> None:
+        """The request computes all units from `start` on, so none of them is without its bytes."""
+        for number, units in self._unwritten.get(request, {}).items():
+            self._unwritten[request][number] = range(units.start, min(units.stop, start))
 
     def _destinations(
         self, into: Sequence[Sequence[int]] | None, start: int, stop: int
@@ -566,8 +572,7 @@ class HostCache(AnyLedger):
         self.offers.forget(request)
         request.published, request.ready_stop = min(request.published, start), min(request.ready_stop, start)
         request.num_computed_tokens = from_token
-        for number, units in self._unwritten.get(request, {}).items():
-            self._unwritten[request][number] = range(units.start, min(units.stop, start))
+        self._written_from(request, start)
         call_all(iter(self.arrivals.invalidated(request, start)))
         return tainted, settled
 

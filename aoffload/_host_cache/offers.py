@@ -95,6 +95,8 @@ class Deferred:
     unwritten: Mapping[int, range]
     num_blocks: int
     """The number of deferred blocks at the last attempt."""
+    num_evicted: int
+    """`TierBlocks.num_evicted` of the host after that attempt."""
 
 
 class Nulls(Sequence[int]):
@@ -180,10 +182,12 @@ class EngineOffers:
         points before unit `first` are ignored."""
         if not stop or not self.cache.tiers[BELOW].pool.num_blocks:
             return Wanted([])
-        full = self.cache.layout.full
+        layout, full, limit = self.cache.layout, self.cache.layout.full, stop
+        if layout.windows:  # the next tokens of the prompt tell whether it diverges at `stop`
+            limit = min(stop + 1, request.sequence.num_tokens // layout.unit_tokens)
         end = self._stored_end(request, stop, self._ends.get(request))
         if end is None:
-            path = list(self.cache.index.walk(request.sequence, stop))
+            path = list(self.cache.index.walk(request.sequence, limit))
             run, agreed = path[-1] if path else (None, 0)
             if run is None or run.stop == agreed:
                 end = self._stored_end(request, stop, End(run, agreed))
@@ -201,11 +205,11 @@ class EngineOffers:
         if end is not None:
             return wanted
         is_end = is_last or request.is_over or request.is_at_end or stop == request.store_limit
-        ends = _branch_points(path, first, stop)
+        ends = _branch_points(path, first, limit)
         if first <= stop < request.published:
             ends.append(stop)
         ends += self.stores.checkpoints(first, stop)
-        for component in self.cache.layout.windows:
+        for component in layout.windows:
             ranges = needed_at(component, [end - end % request.hit_alignment for end in ends])
             if is_end:
                 ranges.append(range(first_stored(component, self.stores.last_end(request, stop)), stop))
@@ -300,7 +304,8 @@ class EngineOffers:
         self.deferred.pop(request.request_id, None)  # `wanted` includes these blocks
         jobs, num_left = self._store(request, wanted)
         if num_left and self.device.finds:
-            self.deferred[request.request_id] = Deferred(request, wanted.stop, dict(unwritten), num_left)
+            num_evicted = self.cache.tiers[BELOW].num_evicted
+            self.deferred[request.request_id] = Deferred(request, wanted.stop, dict(unwritten), num_left, num_evicted)
             if len(self.deferred) > MOST_DEFERRED:
                 oldest = self.deferred.pop(next(iter(self.deferred)))
                 self.moves.note(StoreSkipped(oldest.request, oldest.num_blocks, "in_flight"))
@@ -378,7 +383,10 @@ class EngineOffers:
             if old.request.is_over:
                 self.forget(old.request)
             left = self.deferred.pop(request_id, None)
-            if left is not None:  # the request stays first
+            if left is not None and left.num_blocks >= old.num_blocks and left.num_evicted != old.num_evicted:
+                # The host evicts as many blocks of the request as it stores: it would go on for ever.
+                self.moves.note(StoreSkipped(old.request, left.num_blocks, "evicted"))
+            elif left is not None:  # the request stays first
                 self.deferred = {request_id: left, **self.deferred}
                 break
         jobs, self._planned = self._planned, []

@@ -60,6 +60,10 @@ class BlockChecksums:
         own = np.zeros((num_host_blocks, DIGEST_BYTES), dtype=np.uint8)
         self._digests = own if digests is None else digests
 
+    def close(self) -> None:
+        """Let go of the memory, which other processes may share."""
+        self._digests = np.zeros((0, DIGEST_BYTES), dtype=np.uint8)
+
     def record(self, host_id: int, block: NDArray[np.uint8]) -> None:
         self._digests[host_id] = np.frombuffer(_digest(block), dtype=np.uint8)
 

@@ -94,6 +94,8 @@ class LocalTransport:
         """Set by `open`."""
         self._loss = DeviceLoss()
         self._shared_path = ""
+        self._checksums: BlockChecksums | None = None
+        """Set by `open`, with `verify`."""
         self._disk = None if disk is None else _disk_of(disk, regions)
         self._remote = None if remote is None else _remote_of(remote, regions)
         self.tiers = check_tiers(tiers)
@@ -173,7 +175,7 @@ class LocalTransport:
         if verify:
             path = self._shared_path
             digests = map_checksums(path, num_host_blocks, self.block_bytes) if path else None
-            checksums = BlockChecksums(num_host_blocks, digests)
+            checksums = self._checksums = BlockChecksums(num_host_blocks, digests)
 
         def over(completion: Completion) -> None:
             self._turns.end()
@@ -274,6 +276,8 @@ class LocalTransport:
         self._turns.close()
         if all(ended):
             self.backend.close()
+            if self._checksums is not None:
+                self._checksums.close()
         return all(ended)
 
     def statistics(self) -> TransferStatistics:

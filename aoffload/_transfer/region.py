@@ -115,6 +115,8 @@ class KVRegion:
         missing, that the model does not have, or that differs from its `RegionSpec` in the bytes of a block, the dtype
         or the order of axes: a block id names a row in every region, so KV without one of them would be wrong.
         """
+        if not isinstance(model, ModelLayout):
+            raise RegionError("model", f"must be a ModelLayout, from groups_of, got {type(model).__name__}")
         if not isinstance(kv_caches, Mapping):
             problem = f"must be a mapping with the names of model.regions, got {type(kv_caches).__name__}"
             raise RegionError("kv_caches", problem)

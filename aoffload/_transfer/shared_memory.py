@@ -33,8 +33,11 @@ class SharedMemory:
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
         """Where the memory can be mapped, until `close`."""
         try:
+            # Shared memory counts only once it is written to. So ask for as much private memory, which the system
+            # refuses at once if there can never be that much.
+            mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
             os.ftruncate(self._file, num_bytes)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, MemoryError) as error:
             self.close()
             size = f"{num_bytes / 2**30:.1f} GiB of host memory"
             raise ConfigError("num_host_blocks", f"the system refuses {size} ({error})") from None

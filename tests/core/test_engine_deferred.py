@@ -272,3 +272,34 @@ def test_a_wrong_answer_of_find_loses_no_plan(wrong: Any) -> None:
     driven.land_all()
     assert driven.hit(A) == 16 and driven.hit(prompt(4, 17)) == 16 and not driven.held()
     assert driven.hit(B) == (16 if wrong is KeyboardInterrupt else 0)
+
+
+def test_deferred_windows_that_evict_each_other_are_given_up() -> None:
+    """A host that cannot hold the windows of one request together would store one of them at each step, and evict
+    another one: an engine at rest would copy for ever."""
+    found = Finding()
+    seen = Seen()
+    groups = [KVCacheGroup("full", block_size=BLOCK)]
+    groups += [KVCacheGroup(f"window {reach}", SlidingWindow(reach), BLOCK) for reach in (32, 36, 40)]
+    driven = EngineDriven(50, engine=found, observer=seen, groups=groups, max_bytes_in_flight=8)
+    tables: dict[str, list[list[int]]] = {}
+
+    def serve(name: str, tokens: list[int]) -> None:
+        request = driven.admit(tokens, request_id=name, reads_cache=False)
+        tables[name] = driven.fresh(len(tokens))
+        found.known |= {
+            (name, group, at): block_id for group, table in enumerate(tables[name]) for at, block_id in enumerate(table)
+        }
+        driven.compute(tokens, tables[name])
+        driven.land(driven.offer(request, len(tokens), tables[name], is_last=True))
+        driven.release(request)
+        for _ in range(50):
+            driven.land(driven.ledger.offer_deferred())
+
+    text = prompt(1, 120)
+    for user in (2, 3):
+        serve(f"branch {user}", [*text[: 40 * (user - 1)], *prompt(user, 9)])
+    serve("long", text)
+    assert driven.ledger.offer_deferred() == (), "it goes on for ever"
+    assert "evicted" in {reason for _, reason in seen.skipped}
+    driven.assert_at_rest()

@@ -257,3 +257,22 @@ def test_blocks_that_were_right_for_the_match_are_right_after_a_corrupt_copy(is_
             cache.plan_load(second, into=[full, window])
         assert second.state is S.PINNED
     cache.check_integrity()
+
+
+def test_after_a_load_that_failed_a_window_is_computed_by_the_request() -> None:
+    """Blocks before the window of a load are nobody's bytes only as long as the load counts: a request that computes
+    all of it may invalidate from any token on, and its windows are stored."""
+    driven = EngineDriven(60, groups=[KVCacheGroup("full", block_size=4), KVCacheGroup("window", SlidingWindow(9), 4)])
+    long = prompt(1, 40)
+    driven.serve(long)
+    request, plans = driven.loading([*long, 7])
+    for plan in plans:
+        driven.end(plan, Outcome.FAILED)
+    assert request.num_computed_tokens == 0
+    tables = driven.fresh(41)
+    driven.compute([*long, 7], tables)
+    driven.land(driven.offer(request, 20, tables))
+    driven.land(driven.offer(request, 40, tables))
+    assert driven.invalidate(request, 30) == []
+    driven.release(request)
+    driven.assert_at_rest()

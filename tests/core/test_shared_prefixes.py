@@ -63,13 +63,14 @@ class Engine:
         self.driven = EngineDriven(4000, groups=groups, **config)
         self.driven.ledger._num_rows = 10**6  # no block is used twice
 
-    def serve(self, tokens: list[int], **options: Any) -> int:
+    def serve(self, tokens: list[int], ends: Sequence[int] = (), **options: Any) -> int:
+        """`ends`: the tokens at which its offers end."""
         driven = self.driven
         request, tables = driven.admit(tokens, **options), driven.fresh(len(tokens))
         driven.land(driven.load(request, tables))
         computed = request.num_computed_tokens
         assert not driven.wrong(tokens, tables, 0, computed), "the load has brought other bytes"
-        for stop in steps(computed, len(tokens)):
+        for stop in [end for end in ends if end > computed] or steps(computed, len(tokens)):
             for component in driven.ledger.layout.windows:
                 gone = component.first_needed(computed)
                 for number, positions in driven.ledger.layout.positions(component.number, 0, gone):
@@ -96,6 +97,18 @@ def test_the_third_user_of_a_prefix_hits_all_of_it(
     hits = [users.serve([*prompt(1, shared), *prompt(user, question)]) for user in (2, 3, 4, 5)]
     whole = min(shared, shared + question - 1) // unit * unit
     assert hits[0] == 0 and hits[2:] == [whole, whole]
+
+
+@pytest.mark.parametrize("end", range(44, 60))
+def test_wherever_an_offer_ends_an_engine_s_window_is_stored(end: int) -> None:
+    """If an offer ends at the unit after which prompts diverge, the next tokens of the prompt tell so: at the next
+    offer, the first block of the window may be null."""
+    users = Engine(LAYOUTS["window"])
+    hits = []
+    for user in (2, 3, 4):
+        tokens = [*prompt(1, 51), *prompt(user, 60)]
+        hits.append(users.serve(tokens, ends=(end, len(tokens))))
+    assert hits == [0, 0, 48]
 
 
 @each_face

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import queue
 from array import array
@@ -125,16 +124,17 @@ def test_each_rank_verifies_what_another_one_has_stored(start: Callable[..., Rep
     assert "rank" not in done.error or done.num_landed == 0
 
 
-def test_ranks_map_the_same_host_memory(start: Callable[..., Replicas]) -> None:
+@pytest.mark.parametrize("verify", [False, True])
+def test_ranks_map_the_same_host_memory(start: Callable[..., Replicas], verify: bool) -> None:
     """The ranks map the same pages, which are free again when the transport is closed."""
     before = num_shared()
-    replicas = start(verify=False)
+    replicas = start(verify=verify)
     replicas.store(1, [3], [6])
     rows = [rank.transport.backend.host_rows for rank in replicas.ranks]
     assert rows[0].ctypes.data != rows[1].ctypes.data
     assert rows[0].tobytes() == rows[1].tobytes()
     assert rows[0][6].any()
-    assert num_shared() == before + 2, "one for each mapping"
+    assert num_shared() == before + 2 * (1 + verify), "one for each mapping"
     del rows
     assert replicas.transport.close(GUARD_S)
     assert num_shared() == before
@@ -142,7 +142,6 @@ def test_ranks_map_the_same_host_memory(start: Callable[..., Replicas]) -> None:
 
 def num_shared() -> int:
     """Number of open file descriptors of this process for shared host memory."""
-    gc.collect()
     found = 0
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
@@ -216,6 +215,8 @@ def test_the_error_says_why_memory_cannot_be_shared(monkeypatch: pytest.MonkeyPa
     """Too much of it, a system without it, and memory that its owner has closed."""
     with pytest.raises(ConfigError, match=r"num_host_blocks: the system refuses .* GiB of host memory \("):
         SharedMemory(2**63)
+    with pytest.raises(ConfigError, match=r"num_host_blocks: the system refuses 1048576.0 GiB of host memory"):
+        SharedMemory(2**50)
     memory = SharedMemory(shared_size(4, 8))
     rows = map_rows(memory.path, 4, 8)
     rows[3] = 7

@@ -129,13 +129,19 @@ class LowerStores:
         runs = [run for job in jobs for run in job.run.path()] + [part.run for part in parts]
         stops, left = dict[Run, int](), self._there.capacity
         for run in dict.fromkeys(runs):
-            num_blocks = sum(len(part.blocks) for part in run.parts_in(self._host.tier))
+            num_blocks = sum(self._num_held(part) for part in run.parts_in(self._host.tier))
             if num_blocks > left:
                 stops[run] = run.start + left // self.watermark.cache.layout.width  # the end is evicted first
                 break
             stops[run] = run.stop
             left -= num_blocks
         return stops
+
+    def _num_held(self, part: Part) -> int:
+        """Blocks that the tier has of a run and component once it has those of the host's `part`, too."""
+        first, stop = covered(part.run.part(self._there.tier, part.component))
+        num_shared = max(0, min(stop, part.stop) - max(first, part.first))
+        return (stop - first + part.stop - part.first - num_shared) * part.width
 
     def _whole_stop(self, run: Run) -> int:
         """The unit up to which host and tier together hold the path of `run` without a gap (a corrupt block). No later
