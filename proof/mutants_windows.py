@@ -84,7 +84,7 @@ _SHARED_PREFIXES = (
         "an engine's window one unit short",
         OFFERS,
         "ranges = needed_at(component, [end - end % request.hit_alignment for end in ends])",
-        "hits = [range(each.start + 1, each.stop) for each in needed_at(component, ends)]",
+        "ranges = [range(each.start + 1, each.stop) for each in needed_at(component, ends)]",
         "the third user of a prefix hits all of it",
         test=SHARED + "test_random_prompts_hit_exactly_what_the_rule_says",
     ),
