@@ -81,7 +81,7 @@ def test_events_replay_to_what_a_look_up_finds(program: Program) -> None:
 
         def look(steps: OwnSteps | EngineSteps = steps, router: Router = router, rng: random.Random = rng) -> None:
             nonlocal num_compared, num_found
-            if rng.random() > 0.1:
+            if rng.random() > 0.1 or steps.ledger.loads_paused:  # with too many blocks in quarantine, nothing hits
                 return
             router.catch_up()
             assert router.cached == cached_blocks(steps.ledger)

@@ -81,7 +81,7 @@ def test_distances_say_what_the_ledger_hits_and_stores(asked: list[Request], num
     assert found.num_stored == forecast.below(num_host).num_missing(num_host)
 
 
-@pytest.mark.parametrize("store", ["eager", LazyStore()], ids=["eager", "lazy"])
+@pytest.mark.parametrize("store", ["eager", LazyStore(3)], ids=["eager", "lazy"])
 @pytest.mark.parametrize(("seed", "num_host"), [(1, 60), (2, 80), (3, 160)])
 def test_what_is_recorded_of_a_ledger_that_learns_is_replayed_alike(
     tmp_path: Path, store: Any, seed: int, num_host: int
