@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DENSE", "GPT_OSS", "HYBRID", "build"]
+__all__ = ["DENSE", "GPT_OSS", "HYBRID", "LATENTS", "build"]
 
 SPREAD = 0.08
 """Standard deviation of the weights. With those of `load_format="dummy"` outputs would hardly depend on KV."""
@@ -37,6 +37,17 @@ GPT_OSS = {
 }  # fmt: skip
 """Layers with a window of four blocks alternate with layers that attend to everything. Every head has an attention
 sink. The experts have plain weights, not MXFP4."""
+
+LATENTS = {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 64,
+    "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "topk_method": "greedy", "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 64, "first_k_dense_replace": 2, "moe_layer_freq": 1,
+    "vocab_size": 512, "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+"""Latents of 512 and 64 elements, the only size that the CPU kernels know."""
 
 
 def build(config: dict[str, Any], folder: Path) -> Path:

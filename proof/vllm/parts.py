@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 __all__ = ["PARTS", "TOTAL_S", "Part"]
 
-TOTAL_S = 900.0
-"""Fifteen minutes."""
+TOTAL_S = 960.0
+"""Sixteen minutes."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ PARTS = (
     Part("gpt_oss", "one rank, gpt-oss: windows, attention sinks, experts", 60, is_short=True),
     Part("adapters", "one rank, LoRA adapters that are trained again", 120, is_short=True),
     Part("two_ranks", "tensor parallelism over two processes", 100),
+    Part("mla", "latents, also on two ranks that share their host memory", 60),
     Part("serving", "the API server over HTTP", 125),
     Part("cost", "what the connector costs the scheduler", 90),
     Part("upstream_tests", "vLLM's own tests of such a connector", 120),
