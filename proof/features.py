@@ -49,7 +49,7 @@ FORBIDDEN = {
         NO_DISK,
         NO_STORE,
         Forbidden(_of("watermark"), POLICIES - {"lazy"}, "only a lazy policy has a watermark"),
-        Forbidden(_of("store"), _of("lazy", "off", "watermark"), "none of these policies stores at commit"),
+        Forbidden(_of("store"), _of("off"), "this policy stores nothing"),
         Forbidden(
             _of("no host"),
             _of(
