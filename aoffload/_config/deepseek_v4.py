@@ -27,7 +27,7 @@ MAX_RATIO = 128
 
 @attrs.frozen
 class Page:
-    """What one layer stores in one block of a group."""
+    """The bytes of one layer in one block of a group."""
 
     layer: int
     holds: str
@@ -69,7 +69,7 @@ def pages_of(reader: ConfigReader, form: KVFormat, block_size: int) -> list[Page
     index_size = reader.count("index_head_dim")
     reader.ignore("index_n_heads", "index_topk")
     index = indexer_part(index_size)
-    reader.ignore("compress_rope_theta")  # changes positions, not what is stored
+    reader.ignore("compress_rope_theta")  # changes positions, not the stored bytes
     reader.check_all_read()
     alignment = 576 if form.is_ds_mla else 512
     full, states_4, states_128 = list[Page](), list[Page](), list[Page]()

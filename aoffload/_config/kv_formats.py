@@ -1,4 +1,4 @@
-"""How the elements of keys, values and latents are stored, and what one layer stores for a token."""
+"""Formats of stored keys, values and latents, and the vectors that one layer stores for a token."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class KVFormat:
 
 @attrs.frozen
 class LayerPart:
-    """What one layer stores for each token under one name, for all tensor parallel ranks together."""
+    """A named part of the KV of one layer: for each token, and all tensor parallel ranks together."""
 
     holds: str
     """Such as "keys and values", "latent" or "indexer keys"."""
@@ -115,7 +115,7 @@ SCALES_PART = "scales"
 
 @attrs.frozen
 class LayerKV:
-    """What one layer stores, and how far back it reads."""
+    """The stored parts of one layer, and its attention kind."""
 
     attention: AttentionKind
     parts: tuple[LayerPart, ...]

@@ -127,7 +127,7 @@ class ConfigReader:
         return None
 
     def check_all_read(self, also: Iterable[ConfigReader] = ()) -> None:
-        """Raise if a field that may decide what is cached was not read."""
+        """Raise if a field that may change the cached KV was not read."""
         for reader in (self, *also):
             unread = sorted(name for name, value in reader.fields.items() if reader._matters(name, value))
             if unread:

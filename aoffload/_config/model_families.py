@@ -38,7 +38,7 @@ _WHY_NOT_RECURRENT = "aoffload cannot cache it yet, because it does not belong t
 
 
 def layers_of(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
-    """What each layer stores, in order. Layers at the end that use the KV of earlier ones are left out.
+    """The KV of each layer, in order. Layers at the end that use the KV of earlier ones are left out.
 
     `ConfigError("config")` if a layer stores something that blocks cannot hold, or a field is not understood.
     """

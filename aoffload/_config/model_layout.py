@@ -29,7 +29,7 @@ MAX_RANKS = 65_536
 
 @attrs.frozen
 class LayerView:
-    """What one layer stores in a block of a region, on one rank."""
+    """The bytes of one layer in a block of a region, on one rank."""
 
     group: str
     """The name of the group whose block table the layer uses."""
@@ -49,7 +49,7 @@ class LayerView:
 
 @attrs.frozen
 class RegionSpec:
-    """A region that a model needs: what one of its blocks is, on one rank."""
+    """A region that a model needs, described by one of its blocks on one rank."""
 
     name: str
     """`layer 0 keys and values`; with several groups `slot 0 keys and values`, which the first layers of all groups
@@ -60,7 +60,7 @@ class RegionSpec:
     """The name of the dtype in torch. A tensor of `uint8` serves for each dtype of 8 bits."""
     block_bytes: int
     views: tuple[LayerView, ...]
-    """What each layer stores in a block: one view for each group, or several in a packed block."""
+    """The layers that store in a block: one view for each group, or several in a packed block."""
     num_replicas: int = 1
     """The number of tensor parallel ranks that hold the same bytes: 2 if 8 ranks share 4 KV heads."""
     is_replicated: bool = False

@@ -28,6 +28,20 @@ assert watch(LoraManager)
 PATIENCE_S = 30.0
 
 
+def replicas_of(num_ranks: int) -> list[WorkerReplicas]:
+    """The workers of one group, which run in threads and hear the texts of each other."""
+    texts, meeting = [""] * num_ranks, threading.Barrier(num_ranks)
+
+    def exchange(rank: int, text: str) -> list[str]:
+        texts[rank] = text
+        meeting.wait(PATIENCE_S)
+        heard = list(texts)
+        meeting.wait(PATIENCE_S)
+        return heard
+
+    return [WorkerReplicas(rank, num_ranks, partial(exchange, rank)) for rank in range(num_ranks)]
+
+
 class SmallEngine:
     def __init__(
         self,
@@ -44,19 +58,7 @@ class SmallEngine:
         """Tokens that a request computes in one step, at most."""
         self.now = 0.0
         described = kv_cache_config(num_blocks, windows, has_latents=has_latents)
-        ranks, texts, meeting = iter(range(num_ranks)), [""] * num_ranks, threading.Barrier(num_ranks)
-
-        def next_replica() -> WorkerReplicas:
-            return WorkerReplicas(rank := next(ranks), num_ranks, partial(exchange, rank))
-
-        def exchange(rank: int, text: str) -> list[str]:
-            """Workers of one group hear the texts of each other."""
-            texts[rank] = text
-            meeting.wait(PATIENCE_S)
-            heard = list(texts)
-            meeting.wait(PATIENCE_S)
-            return heard
-
+        next_replica = iter(replicas_of(num_ranks)).__next__
         with vllm_importable(), patch.object(WorkerReplicas, "of_tensor_parallel_group", next_replica):
             self.connector = AoffloadConnector(vllm_config(num_ranks, **extra), KVConnectorRole.SCHEDULER, described)
             configs = [vllm_config(num_ranks, rank, **extra) for rank in range(num_ranks)]

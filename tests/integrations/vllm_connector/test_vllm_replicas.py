@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
 from engine_doubles import PAGE_BYTES, TEXT, Request
-from small_engine import PATIENCE_S, SmallEngine, to_rest
+from small_engine import SmallEngine, replicas_of, to_rest
 from vllm_configs import kv_cache_config, vllm_config
 from vllm_doubles import vllm_importable
 
@@ -114,19 +112,11 @@ class Shares:
 
 def opened(transports: list[Any], num_host_blocks: int = 4) -> list[Exception | None]:
     """What each of these workers raises, which open their transports at the same time."""
-    texts, meeting = [""] * len(transports), threading.Barrier(len(transports))
-
-    def exchange(rank: int, text: str) -> list[str]:
-        texts[rank] = text
-        meeting.wait(PATIENCE_S)
-        heard = list(texts)
-        meeting.wait(PATIENCE_S)
-        return heard
+    replicas = replicas_of(len(transports))
 
     def work(rank: int) -> Exception | None:
-        replicas = WorkerReplicas(rank, len(transports), partial(exchange, rank))
         try:
-            with replicas.sharing(transports[rank], num_host_blocks):
+            with replicas[rank].sharing(transports[rank], num_host_blocks):
                 transports[rank].open()
         except Exception as error:  # noqa: BLE001 - what the test is about
             return error
