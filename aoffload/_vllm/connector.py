@@ -24,6 +24,7 @@ from aoffload import HostCache, KVRegion
 
 from ..transport import LocalTransport, Transport
 from .blocks import block_bytes_of, placements_of
+from .drafts import Drafts, draft_model_of, models_of
 from .groups import CachedGroups
 from .guard import Guard
 from .messages import NOTHING, Commands, Reports
@@ -69,7 +70,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         parallel = vllm_config.parallel_config
         groups = CachedGroups.of(kv_cache_config, parallel.decode_context_parallel_size)
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
-        given = given_namespace(extra, vllm_config.model_config.model)
+        given = given_namespace(extra, models_of(vllm_config))
         namespace = "/".join([_namespace(vllm_config), *([given] if given else [])])
         replicas = num_replicas_of(vllm_config, kv_cache_config)
         self._config = config = offload_config(
@@ -87,6 +88,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             half = SchedulerSide(
                 config, groups, num_blocks=num_blocks, block_bytes=block_bytes, num_ranks=parallel.world_size,
                 max_loaded_adapters=None if vllm_config.lora_config is None else vllm_config.lora_config.max_cpu_loras,
+                drafts=Drafts.of(vllm_config),
             )  # fmt: skip
             self._deciding = Guard(half)
         else:
@@ -260,9 +262,13 @@ def _identity(vllm_config: VllmConfig, kv_cache_config: Any, given: str) -> Iden
     model = vllm_config.model_config
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     processors = [getattr(model.multimodal_config, name, None) for name in _PROCESS_INPUTS]
+    drafts = draft_model_of(vllm_config)
     hashes = model.compute_hash(), vllm_config.attention_config.compute_hash()
-    others = (vllm.__version__, *hashes, specs, *([processors] if any(processors) else ()))
-    return Identity(given, str(model.model), repr(others))
+    others = (
+        vllm.__version__, *hashes, specs, *([processors] if any(processors) else ()),
+        *([] if drafts is None else [drafts.compute_hash()]),
+    )  # fmt: skip
+    return Identity(given, models_of(vllm_config), repr(others))
 
 
 def _namespace(vllm_config: VllmConfig) -> str:

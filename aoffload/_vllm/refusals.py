@@ -13,6 +13,7 @@ from typing import Any
 from aoffload import KVCacheGroup
 
 from ..errors import ConfigError
+from .drafts import models_of
 from .settings import given_namespace, offload_config
 
 
@@ -38,7 +39,7 @@ def check_all(vllm_config: Any) -> None:
     _check_engine(vllm_config)
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     extra = transfer.kv_connector_extra_config or {}
-    given_namespace(extra, model.model)
+    given_namespace(extra, models_of(vllm_config))
     any_groups = [KVCacheGroup("any")]  # the real groups are known only after the weights are loaded
     offload_config(extra, any_groups, namespace=f"vllm/{model.model}", num_ranks=vllm_config.parallel_config.world_size)
 
@@ -65,12 +66,6 @@ def _check_engine(vllm_config: Any) -> None:
     if parallel.data_parallel_size > 1 and extra.get("disk"):
         problem = "takes one engine: with data_parallel_size, all would write to one directory"
         raise ConfigError("disk", f"{problem}. Start each engine by itself, with a `path` of its own, or use `remote`")
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.use_eagle():
-        problem = (
-            f"{speculative.method} keeps KV of its own for tokens that are not in the prefix, which is not supported"
-        )
-        raise ConfigError("speculative_config", f"{problem}. Use the method `ngram`, or none")
     if vllm_config.model_config.is_hybrid:
         problem = "has a recurrent state, which aoffload cannot cache yet"
         raise ConfigError("model", f"{problem}. Start without --kv-transfer-config")

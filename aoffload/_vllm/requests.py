@@ -6,7 +6,7 @@ import enum
 import math
 import uuid
 from array import array
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
@@ -16,6 +16,7 @@ from .._common.prefix import INT32, KeySpan, Prefix, Roots, encode_tokens
 from .._host_cache.requests import HostCacheRequest
 from ..errors import InvalidArgument
 from ..ledger import Fetch
+from .drafts import NO_DRAFTS, Drafts
 from .messages import AdapterUse
 from .remote import Asked
 
@@ -27,33 +28,63 @@ MAX_WITHOUT_NUMPY = 1024
 """Up to this many ids, a Python loop is faster than numpy."""
 
 
-def prefix_of(roots: Roots, request: Any) -> Prefix | None:
-    """All tokens of `request` under its keys. None if it cannot be cached, because a prompt of embeddings has no token
-    ids, and a session removes tokens when its next input comes.
+@attrs.frozen
+class Keys:
+    """Makes the prefixes of an engine's requests, under the keys that identify their KV."""
 
-    With a LoRA adapter, the key is unique until `under` puts the prefix under the weights, because name, path and id of
-    an adapter do not say which weights vLLM has loaded."""
-    if request.prompt_embeds is not None or request.resumable:
-        return None
-    try:
-        root = roots.of(request.cache_salt or None, None if request.lora_request is None else _unknown())
-        tokens, features = encoded(request.all_token_ids[:]), request.mm_features
-        return Prefix.of(root, np.frombuffer(tokens, INT32), _spans(features)) if features else Prefix(root, tokens)
-    except (InvalidArgument, OverflowError):  # inputs that overlap, such as the sound of a video; no token ids
-        return None
+    MAX_ROOTS: ClassVar = 64
+    """Bound on `_roots`."""
 
+    namespace: str
+    drafts: Drafts = NO_DRAFTS
+    _roots: dict[bytes, Roots] = attrs.field(factory=dict, init=False)
+    """By the tokens before the prefix (see `drafts`)."""
 
-def under(prefix: Prefix, roots: Roots, request: Any, adapter_key: str) -> Prefix:
-    """`prefix` of `request`, under the adapter weights that `adapter_key` identifies."""
-    return Prefix(roots.of(request.cache_salt or None, f"lora {adapter_key}"), prefix.tokens, prefix.spans)
+    def prefix_of(self, request: Any) -> Prefix | None:
+        """All tokens of `request` under its keys. None if it cannot be cached, because a prompt of embeddings has no
+        token ids, a session removes tokens when its next input comes, and a prompt may be shorter than a draft layer
+        reads ahead.
 
+        With a LoRA adapter, the key is unique until `under` puts the prefix under the weights, because name, path and
+        id of an adapter do not say which weights vLLM has loaded."""
+        num_ahead = self.drafts.num_ahead
+        if request.prompt_embeds is not None or request.resumable or request.num_tokens <= num_ahead:
+            return None
+        try:
+            adapter_key = None if request.lora_request is None else _unknown()
+            root = self._roots_of(request).of(request.cache_salt or None, adapter_key)
+            tokens, features = encoded(request.all_token_ids[num_ahead:]), request.mm_features
+            if not features:
+                return Prefix(root, tokens)
+            return Prefix.of(root, np.frombuffer(tokens, INT32), _spans(features, num_ahead))
+        except (InvalidArgument, OverflowError):  # inputs that overlap, such as the sound of a video; no token ids
+            return None
 
-def grown(prefix: Prefix, request: Any, num_known: int) -> Prefix:
-    """`prefix`, extended by the tokens of `request` that follow the first `num_known`."""
-    added = request.all_token_ids[num_known:]
-    if not added:
-        return prefix
-    return Prefix(prefix.root, prefix.tokens + encoded(added), prefix.spans)
+    def under(self, prefix: Prefix, request: Any, adapter_key: str) -> Prefix:
+        """`prefix` of `request`, under the adapter weights that `adapter_key` identifies."""
+        root = self._roots_of(request).of(request.cache_salt or None, f"lora {adapter_key}")
+        return Prefix(root, prefix.tokens, prefix.spans)
+
+    def grown(self, prefix: Prefix, request: Any) -> Prefix:
+        """`prefix`, extended by the tokens of `request` that follow it."""
+        added = request.all_token_ids[self.num_known(prefix) :]
+        if not added:
+            return prefix
+        return Prefix(prefix.root, prefix.tokens + encoded(added), prefix.spans)
+
+    def num_known(self, prefix: Prefix) -> int:
+        """The number of tokens of a request that `prefix` identifies."""
+        return prefix.num_tokens + self.drafts.num_ahead
+
+    def _roots_of(self, request: Any) -> Roots:
+        """The roots of the prefixes that begin after the same tokens."""
+        before = encoded(request.all_token_ids[: self.drafts.num_ahead])
+        found = self._roots.get(before)
+        if found is None:
+            if len(self._roots) >= self.MAX_ROOTS:
+                self._roots.clear()
+            found = self._roots[before] = Roots(f"{self.namespace}/after {before.hex()}" if before else self.namespace)
+        return found
 
 
 def encoded(token_ids: list[int]) -> bytes:
@@ -72,11 +103,15 @@ def _unknown() -> str:
     return f"unknown {uuid.uuid4().hex}".ljust(Roots.MAX_KEY + 1)
 
 
-def _spans(features: Any) -> tuple[KeySpan, ...]:
+def _spans(features: Any, num_ahead: int) -> tuple[KeySpan, ...]:
+    """The multi-modal inputs of a prefix that begins after `num_ahead` tokens."""
     spans = []
     for feature in features:
-        start, digest = feature.mm_position.offset, f"{feature.modality}:{feature.identifier}".encode()
-        spans.append(KeySpan(start, start + feature.mm_position.length, digest))
+        start, digest = feature.mm_position.offset - num_ahead, f"{feature.modality}:{feature.identifier}".encode()
+        stop = start + feature.mm_position.length
+        if start < 0:  # the prefix has only the end of the input, if any of it
+            digest, start, stop = digest + b" from %d" % start, 0, max(1, stop)
+        spans.append(KeySpan(start, stop, digest))
     return tuple(sorted(spans))
 
 
@@ -107,12 +142,13 @@ class EngineRequest:
     engine: Any
     """vLLM's own request."""
     request_id: str
+    keys: Keys
     prefix: Prefix
     """Its tokens when it was last admitted. They are kept, because a long list of ids should be read once."""
     record: HostCacheRequest | None = None
     """None before its first match, and after it was preempted or its load was lost."""
     num_known: int = 0
-    """Tokens that the ledger knows."""
+    """Tokens of vLLM's request that the ledger knows."""
     num_local: int = 0
     """Tokens that vLLM has in its own cache."""
     promised: int = 0
@@ -190,18 +226,19 @@ class EngineRequest:
         self.num_local = num_local
         record = self.record
         if record is not None and self.is_asking:
-            ledger.match_again(record, num_device_tokens=num_local, wake=self.ask_now)
+            num_device_tokens = min(num_local, self.prefix.num_tokens - 1)
+            ledger.match_again(record, num_device_tokens=num_device_tokens, wake=self.ask_now)
             return record
         if self.num_known:  # it was admitted before
             self.leave(ledger, "preempted")
-        self.prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)
-        self.num_known, self.offered_stop, self.next_offer = self.prefix.num_tokens, -1, 0
+        self.prefix = prefix = self.keys.grown(self.prefix, self.engine)
+        self.num_known, self.offered_stop, self.next_offer = self.keys.num_known(prefix), -1, 0
         self.record = ledger.admit(
-            self.prefix,
+            prefix,
             request_id=self.request_id,
             reads_cache=not self.engine.skip_reading_prefix_cache,
             max_hit_tokens=self.max_hit_tokens,
-            num_device_tokens=num_local,
+            num_device_tokens=min(num_local, prefix.num_tokens - 1),
             wake=self.ask_now,
         )
         return self.record
@@ -209,10 +246,11 @@ class EngineRequest:
     def ask_late(self, ledger: HostCache) -> None:
         """Admit it to the ledger although it already runs. It loads nothing."""
         self.is_late = False
-        self.prefix = prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)
-        self.num_known = prefix.num_tokens
+        self.prefix = prefix = self.keys.grown(self.prefix, self.engine)
+        self.num_known = self.keys.num_known(prefix)
+        num_device_tokens = min(self.num_local, prefix.num_tokens - 1)
         self.record = ledger.admit(
-            prefix, request_id=self.request_id, reads_cache=False, num_device_tokens=self.num_local
+            prefix, request_id=self.request_id, reads_cache=False, num_device_tokens=num_device_tokens
         )
 
     def bar(self, ledger: HostCache) -> None:
@@ -231,7 +269,16 @@ class EngineRequest:
 
     def offers_up_to(self, stop: int, unit: int) -> None:
         """Its computed blocks up to block `stop` are offered in this step."""
-        self.wait, self.offered_stop, self.next_offer = Wait.NONE, stop, (stop + 1) * unit
+        self.wait, self.offered_stop = Wait.NONE, stop
+        self.next_offer = (stop + 1) * unit + self.keys.drafts.num_ahead
+
+    def committed(self, num_computed: int) -> int:
+        """The number of tokens of the prefix whose KV is final, once vLLM has computed `num_computed` tokens of the
+        request. Drafts that are not verified do not count."""
+        record, num_ahead = self.record, self.keys.drafts.num_ahead
+        assert record is not None, "a request without a record"
+        found: int = min(num_computed, self.engine.num_tokens) - num_ahead
+        return max(found, record.num_computed_tokens, record.engine_tokens)
 
     def leave(self, ledger: HostCache, reason: str) -> None:
         """Let the ledger forget the request. Copies in progress hold their blocks themselves."""

@@ -25,7 +25,6 @@ import attrs
 
 from aoffload import HostCache, OffloadConfig
 
-from .._common.prefix import Roots
 from .._runtime.costs import PrefillSpeed
 from ..errors import DeviceGone
 from ..ledger import Completion, CopyQueue, JobState, LoadCosts, TransferPlan
@@ -33,10 +32,11 @@ from .adapters import Adapters
 from .blocks import BlockTable, EnginePool
 from .computing import Computing
 from .counts import Counts
+from .drafts import NO_DRAFTS, Drafts
 from .groups import CachedGroups
 from .lower import Lower
 from .messages import NOTHING, AdapterUse, Commands, FirstForward, LoadReport, Outbox, Reports, TieredOutbox
-from .requests import EngineRequest, Wait, prefix_of, under
+from .requests import EngineRequest, Keys, Wait
 
 
 class SchedulerSide:
@@ -51,13 +51,14 @@ class SchedulerSide:
         block_bytes: int,
         num_ranks: int,
         max_loaded_adapters: int | None = None,
+        drafts: Drafts = NO_DRAFTS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`max_loaded_adapters`: LoRA adapters that each worker keeps before it evicts one; None: unknown."""
         self._clock = clock
         self._config, self._groups, self._num_blocks, self._block_bytes = config, groups, num_blocks, block_bytes
         self.counts = Counts(clock)
-        self._roots = Roots(config.root_namespace)
+        self._keys = Keys(config.root_namespace, drafts)
         has_lower = config.disk is not None or config.remote is not None
         self._competes = has_lower or config.load_choice != "always"
         """Whether computing competes with copies."""
@@ -97,6 +98,8 @@ class SchedulerSide:
             observer=self.counts,
         )
         self._unit = self.ledger.layout.unit_tokens
+        self._least_hit = self._unit + 1 if self._keys.drafts.are_dropped else 1
+        """Hits of fewer tokens are not loaded."""
         self._is_plain = not self.ledger.layout.windows and self._config.store_policy == "eager"
         """Whether the last offer of a request adds nothing: there are no windows, and the policy counts nothing."""
         self._queue = CopyQueue(
@@ -147,7 +150,8 @@ class SchedulerSide:
         match = self.steps.chosen(found, match)
         if found.use is not None and len(self._groups.ids) > 1 and self.adapters.may_evict:
             return 0  # vLLM could not discard the result of a forward over loaded KV
-        return max(0, match.num_tokens - num_local) if self._queue.is_accepting else 0
+        num_external = match.num_tokens - num_local
+        return num_external if num_external >= self._least_hit and self._queue.is_accepting else 0
 
     def _has_weights(self, found: EngineRequest, num_local: int) -> bool:
         """Whether all KV of a request with an adapter is of one set of weights, which the workers have reported."""
@@ -165,13 +169,13 @@ class SchedulerSide:
         return found.use is not None and not found.is_barred
 
     def _give_weights(self, found: EngineRequest, use: AdapterUse) -> None:
-        found.use, found.prefix = use, under(found.prefix, self._roots, found.engine, use.key)
+        found.use, found.prefix = use, self._keys.under(found.prefix, found.engine, use.key)
 
     def _new(self, request: Any) -> EngineRequest | None:
-        prefix = prefix_of(self._roots, request)
+        prefix = self._keys.prefix_of(request)
         if prefix is None:
             return None
-        found = self.requests[request.request_id] = EngineRequest(request, request.request_id, prefix)
+        found = self.requests[request.request_id] = EngineRequest(request, request.request_id, self._keys, prefix)
         return found
 
     def allocated(self, request: Any, num_external: int) -> None:
@@ -260,7 +264,7 @@ class SchedulerSide:
             num_computed = engine.num_computed_tokens + num_scheduled
             if num_computed < found.next_offer:
                 continue
-            num_computed = min(num_computed, engine.num_tokens)
+            num_computed = found.committed(num_computed)
             if num_computed // self._unit > found.offered_stop:
                 found.offers_up_to(num_computed // self._unit, self._unit)
                 offered = self.ledger.offer(found.record, num_computed, self._tables_of(found), found.new_tokens())
@@ -387,10 +391,10 @@ class SchedulerSide:
 
     def _offer_last(self, found: EngineRequest, tables: list[list[int]]) -> None:
         assert found.record is not None, "an offer without a request"
-        num_computed = min(found.engine.num_computed_tokens, found.engine.num_tokens)
+        num_computed = found.committed(found.engine.num_computed_tokens)
         if self._is_plain and num_computed // self._unit == found.offered_stop:
             return  # all of it was offered before
-        if num_computed >= found.record.num_computed_tokens:
+        if found.engine.num_computed_tokens >= found.record.num_computed_tokens:
             plans = self.ledger.offer(found.record, num_computed, tables, found.new_tokens(), is_last=True)
             self._note(found, plans)
             self._queue.submit(plans)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +77,17 @@ def with_windows_as_retained(config: OffloadConfig, extra: Mapping[str, Any], ca
     return attrs.evolve(config, window_interval_tokens=1 if interval is None else interval)
 
 
-def given_namespace(extra: Mapping[str, Any], model: str) -> str:
-    """The key `namespace`, which names weights and revision of `model` for a disk or a remote store. If it is empty,
-    the files of a local model identify them."""
+def given_namespace(extra: Mapping[str, Any], models: Iterable[str]) -> str:
+    """The key `namespace`, which names weights and revision of all `models` for a disk or a remote store. If it is
+    empty, the files of local models identify them."""
     given = extra.get(NAMESPACE, "")
     if not isinstance(given, str):
         raise ConfigError(NAMESPACE, f"must be text, got {shown(given)}")
     kept = [key for key in _LOWER if extra.get(key) is not None]
-    if kept and not given and not Path(model).is_dir():
+    unknown = [model for model in models if not Path(model).is_dir()]
+    if kept and not given and unknown:
         problem = (
             f"is needed with {' and '.join(kept)}: text that names the weights and their revision, since the model"
         )
-        raise ConfigError(NAMESPACE, f"{problem}, {shown(model)}, is no local directory whose files could be read")
+        raise ConfigError(NAMESPACE, f"{problem}, {shown(unknown[0])}, is no local directory whose files could be read")
     return given

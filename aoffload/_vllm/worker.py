@@ -137,14 +137,15 @@ class Identity:
     """The identity of KV that outlives an engine. An engine may use such KV only if its identity is the same."""
 
     given: str
-    """The key `namespace`. If it is empty, the files of `model` take its place."""
-    model: str
+    """The key `namespace`. If it is empty, the files of `models` take its place."""
+    models: tuple[str, ...]
+    """The directory of the model, and that of its draft layers if it has one of its own."""
     others: str
     """The other parts of the engine's configuration that change KV, or the layout of a block."""
 
     def text(self) -> str:
-        """Without a `namespace`, this reads all files of the model. `InvalidArgument` if they cannot be read."""
-        return f"{self.given or fingerprint(self.model)}\n{self.others}"
+        """Without a `namespace`, this reads all files of the models. `InvalidArgument` if they cannot be read."""
+        return f"{self.given or ' '.join(map(fingerprint, self.models))}\n{self.others}"
 
 
 def strides_of(kv_caches: Mapping[str, Any], num_blocks: int) -> str:

@@ -51,17 +51,22 @@ class SmallEngine:
         windows: tuple[int, ...] = (0,),
         most_tokens: int = 1_000,
         has_latents: bool = False,
+        drafts: Any = None,
         **extra: Any,
     ) -> None:
+        """`drafts`: vLLM's speculative configuration. The second layer is then a draft layer, and each request is given
+        drafts, some of which are rejected."""
         self.manager = Manager(num_blocks, windows)
+        self.drafts = drafts
         self.most_tokens = most_tokens
         """Tokens that a request computes in one step, at most."""
         self.now = 0.0
         described = kv_cache_config(num_blocks, windows, has_latents=has_latents)
         next_replica = iter(replicas_of(num_ranks)).__next__
         with vllm_importable(), patch.object(WorkerReplicas, "of_tensor_parallel_group", next_replica):
-            self.connector = AoffloadConnector(vllm_config(num_ranks, **extra), KVConnectorRole.SCHEDULER, described)
-            configs = [vllm_config(num_ranks, rank, **extra) for rank in range(num_ranks)]
+            config = vllm_config(num_ranks, drafts=drafts, **extra)
+            self.connector = AoffloadConnector(config, KVConnectorRole.SCHEDULER, described)
+            configs = [vllm_config(num_ranks, rank, drafts=drafts, **extra) for rank in range(num_ranks)]
             self.copiers = [AoffloadConnector(config, KVConnectorRole.WORKER, described) for config in configs]
         self.files: dict[str, int] = {}
         """What adapters there are, by path: a number stands for their weights."""
@@ -140,7 +145,15 @@ class SmallEngine:
             self._take_blocks(record[-1])
 
     def _num_next(self, request: Request) -> int:
-        return min(self.most_tokens, request.num_tokens - request.num_computed_tokens)
+        return min(self.most_tokens, request.num_tokens - request.num_computed_tokens) + self._num_drafts(request)
+
+    def _num_drafts(self, request: Request) -> int:
+        """Drafts that the next step of `request` verifies."""
+        is_decoding = request.num_new and request.num_tokens - request.num_computed_tokens == 1
+        return self.drafts.num_speculative_tokens if self.drafts and is_decoding else 0
+
+    def _num_rejected(self, request: Request) -> int:
+        return sum(request.all_token_ids) % (self._num_drafts(request) + 1)
 
     def _has_room(self, request: Request) -> bool:
         """Give it blocks for what it computes next; the last of those that run lose theirs for that."""
@@ -233,8 +246,7 @@ class SmallEngine:
             self.wrong[num_wrong:] = [each for each in said if each.partition(" ")[0] not in taken_back]
         for request in ready:
             if request.request_id not in taken_back:
-                request.num_computed_tokens += scheduled[request.request_id]
-                self._advance(request)
+                self._advance(request, scheduled[request.request_id])
         self._handle_over(worker_outputs)
         self.half.steps.ends()  # vLLM asks for statistics here
 
@@ -295,13 +307,17 @@ class SmallEngine:
             else:
                 self.manager.release(self.loading.pop(name))
 
-    def _advance(self, request: Request) -> None:
+    def _advance(self, request: Request, number: int) -> None:
+        """`number` tokens were computed, drafts included."""
+        num_accepted = self._num_drafts(request) - self._num_rejected(request)
+        request.num_computed_tokens += number - self._num_rejected(request)
         if request.num_computed_tokens < request.num_tokens:
             return
         if request.num_new:
-            request.num_new -= 1
-            request.all_token_ids.append((request.all_token_ids[-1] * 7 + 3) % 200)
-        else:
+            num_sampled = min(request.num_new, num_accepted + 1)
+            request.num_new -= num_sampled
+            request.all_token_ids[:] = continued(request, num_sampled)
+        if request.num_computed_tokens >= request.num_tokens:  # also where more drafts were accepted than wanted
             self.finish(request)
 
     def finish(self, request: Request) -> None:
@@ -328,16 +344,29 @@ class SmallEngine:
     def _forward(self, memory: Any, request: Request, number: int, adapter: int) -> None:
         """Compute `number` tokens, and note a request that would have read wrong KV."""
         pages, start = memory.view(2, -1, PAGE_BYTES), request.num_computed_tokens
+        stop = start + number - self._num_rejected(request)
+        num_ahead = (0, self.drafts.num_ahead if self.drafts else 0)
+        tokens = continued(request, number + max(num_ahead))
         for group, table in enumerate(self.manager.tables[request.request_id]):
             window = self.manager.windows[group]
             for at in range(max(0, start - window + 1) if window else 0, start + number):
                 page = pages[:, table[at // BLOCK].block_id, at % BLOCK * 4 : at % BLOCK * 4 + 4]
-                right = zlib.crc32(bytes([group, adapter, *request.all_token_ids[: at + 1]])).to_bytes(4, "little")
+                before = bytes([group, adapter])
+                read = [before + bytes(tokens[: at + 1 + ahead]) if at < stop else b"rejected" for ahead in num_ahead]
+                right = [zlib.crc32(each).to_bytes(4, "little") for each in read]
                 if at >= start:
-                    page[:] = page.new_tensor(list(right))
-                elif any(bytes(each.tolist()) != right for each in page):
+                    page[:] = page.new_tensor([list(each) for each in right])
+                elif [bytes(each.tolist()) for each in page] != right:
                     self.wrong.append(f"{request.request_id} at {at} of group {group}")
                     return
+
+
+def continued(request: Request, number: int) -> list[int]:
+    """The tokens of `request`, and `number` tokens that the model generates after them."""
+    tokens = [*request.all_token_ids]
+    for _ in range(number):
+        tokens.append((tokens[-1] * 7 + 3) % 200)
+    return tokens
 
 
 def held(engine: SmallEngine) -> int:

@@ -110,7 +110,6 @@ def made(role: str = "SCHEDULER", **changes: Any) -> Any:
         ("kv_role", "kv_producer"),
         ("enable_prefix_caching", False),
         ("pipeline_parallel_size", 2),
-        ("speculative_config", SimpleNamespace(method="eagle", use_eagle=lambda: True)),
         ("is_hybrid", True),
     ],
 )

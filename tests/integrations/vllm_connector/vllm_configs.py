@@ -13,7 +13,21 @@ MODEL = "m"
 HEADS = {"num_kv_heads": 1, "head_size": 8, "block_size": BLOCK}
 
 
-def vllm_config(num_ranks: int = 1, rank: int = 0, *, most_step_tokens: int = 1, **extra: Any) -> Any:
+def eagle(num_drafts: int = 3, *, num_ahead: int = 1, drops_block: bool = True) -> Any:
+    """A speculative configuration whose draft layers read `num_ahead` tokens ahead."""
+    return SimpleNamespace(
+        method="eagle",
+        num_speculative_tokens=num_drafts,
+        num_ahead=num_ahead,
+        use_eagle=lambda: True,
+        use_eagle_block_drop=lambda: drops_block,
+        draft_model_config=SimpleNamespace(model=MODEL, compute_hash=lambda: "draft"),
+    )
+
+
+def vllm_config(
+    num_ranks: int = 1, rank: int = 0, *, most_step_tokens: int = 1, drafts: Any = None, **extra: Any
+) -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             kv_connector="AoffloadConnector",
@@ -44,7 +58,8 @@ def vllm_config(num_ranks: int = 1, rank: int = 0, *, most_step_tokens: int = 1,
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=most_step_tokens),
         attention_config=SimpleNamespace(compute_hash=lambda: "attention"),
-        speculative_config=None,
+        speculative_config=drafts,
+        num_prefill_lookahead_tokens=drafts.num_ahead if drafts else 0,
         lora_config=SimpleNamespace(max_cpu_loras=2),
     )
 
