@@ -17,6 +17,7 @@ from .mutants_disk_core import DISK_CORE_MUTANTS
 from .mutants_disk_erasure import DISK_ERASURE_MUTANTS
 from .mutants_disk_regressions import DISK_REGRESSION_MUTANTS
 from .mutants_disk_shell import DISK_SHELL_MUTANTS
+from .mutants_drafts import DRAFT_MUTANTS
 from .mutants_engine import ENGINE_MUTANTS
 from .mutants_extensions import EXTENSION_MUTANTS
 from .mutants_in_flight import IN_FLIGHT_MUTANTS
@@ -52,5 +53,5 @@ MUTANTS: tuple[Mutant, ...] = (
     + DEVICE_LOSS_MUTANTS + POLICY_MUTANTS
     + REMOTE_CORE_MUTANTS + REMOTE_SHELL_MUTANTS + REMOTE_STORE_MUTANTS + EXTENSION_MUTANTS + TIER_REPORT_MUTANTS
     + SHELL_MUTANTS + DIAGNOSIS_MUTANTS + SUBMISSION_MUTANTS + TRANSFER_MUTANTS + VLLM_MUTANTS + WINDOW_MUTANTS
-    + LAYOUT_MUTANTS
+    + LAYOUT_MUTANTS + DRAFT_MUTANTS
 )  # fmt: skip

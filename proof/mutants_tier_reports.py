@@ -83,8 +83,8 @@ TIER_REPORT_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "vLLM disk: any weights will do",
         "aoffload._vllm.worker",
-        '        return f"{self.given or fingerprint(self.model)}\\n{self.others}"\n',
-        '        return f"{self.given or self.model}\\n{self.others}"\n',
+        "        return f\"{self.given or ' '.join(map(fingerprint, self.models))}\\n{self.others}\"\n",
+        "        return f\"{self.given or ' '.join(self.models)}\\n{self.others}\"\n",
         "other weights in the same place are another model",
         test=f"{TESTS}test_a_local_model_needs_no_namespace",
     ),

@@ -27,24 +27,24 @@ VLLM_REGRESSION_MUTANTS = (
     Mutant(
         "vLLM: a salt does not count with an adapter",
         KEYS,
-        'roots.of(request.cache_salt or None, f"lora {adapter_key}")',
-        'roots.of(None, f"lora {adapter_key}")',
+        '.of(request.cache_salt or None, f"lora {adapter_key}")',
+        '.of(None, f"lora {adapter_key}")',
         "what belongs to one tenant is never found by another",
         test=f"{FOLDER}/test_vllm_keys.py::test_an_adapter_says_nothing_about_its_weights",
     ),
     Mutant(
         "vLLM: an adapter does not count",
         KEYS,
-        'roots.of(request.cache_salt or None, f"lora {adapter_key}")',
-        "roots.of(request.cache_salt or None, None)",
+        '.of(request.cache_salt or None, f"lora {adapter_key}")',
+        ".of(request.cache_salt or None, None)",
         "KV of an adapter is never found without it",
         test=f"{TESTS}test_a_prompt_of_an_adapter_hits",
     ),
     Mutant(
         "vLLM: an adapter goes by its name",
         SCHEDULER,
-        "found.use, found.prefix = use, under(found.prefix, self._roots, found.engine, use.key)",
-        "found.use, found.prefix = use, under(found.prefix, self._roots, found.engine, "
+        "found.use, found.prefix = use, self._keys.under(found.prefix, found.engine, use.key)",
+        "found.use, found.prefix = use, self._keys.under(found.prefix, found.engine, "
         "found.engine.lora_request.lora_name)",
         _CONTENT,
         test=f"{TESTS}test_an_adapter_that_was_trained_again_hits_nothing_of_before",
@@ -221,8 +221,8 @@ VLLM_REGRESSION_MUTANTS = (
     Mutant(
         "vLLM: images are the same whatever is made of them",
         CONNECTOR,
-        "*([processors] if any(processors) else ()))",
-        "*([processors] if processors is None else ()))",
+        "*([processors] if any(processors) else ())",
+        "*([processors] if processors is None else ())",
         "whatever changes KV enters the identity of what outlives an engine",
         test=f"{PLUGIN}test_what_inputs_are_made_of_enters_the_identity_of_a_disk",
     ),

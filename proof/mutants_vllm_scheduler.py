@@ -56,7 +56,7 @@ MATCHES = (
     Mutant(
         "vLLM: the first answer for every try",
         REQUESTS,
-        "            ledger.match_again(record, num_device_tokens=num_local, wake=self.ask_now)\n",
+        "            ledger.match_again(record, num_device_tokens=num_device_tokens, wake=self.ask_now)\n",
         "            ledger.match_again(\n"
         "                record, num_device_tokens=record.match.num_device_tokens, wake=self.ask_now\n"
         "            )\n",
@@ -75,7 +75,7 @@ MATCHES = (
         "vLLM: tokens read at every try",
         SCHEDULER,
         "        num_failed = self.counts.num_failed\n",
-        "        prefix_of(self._roots, request)\n        num_failed = self.counts.num_failed\n",
+        "        self._keys.prefix_of(request)\n        num_failed = self.counts.num_failed\n",
         "a long prompt is read once, however often vLLM asks",
         test=f"{ASKED}test_retries_do_not_read_the_tokens_again",
     ),
@@ -90,8 +90,8 @@ MATCHES = (
     Mutant(
         "vLLM: promises while nothing is copied",
         SCHEDULER,
-        " if self._queue.is_accepting else 0\n",
-        "\n",
+        " and self._queue.is_accepting else 0\n",
+        " else 0\n",
         "what cannot be loaded is no hit",
         test=f"{ASKED}test_nothing_is_promised_while_loads_are_refused",
     ),
@@ -193,8 +193,8 @@ STEP = (
     Mutant(
         "vLLM: offers a block too late",
         REQUESTS,
-        "(stop + 1) * unit\n",
-        "(stop + 1) * unit + 1\n",
+        "(stop + 1) * unit + self.keys.drafts.num_ahead\n",
+        "(stop + 1) * unit + self.keys.drafts.num_ahead + 1\n",
         "a block is offered in the step that fills it",
         test=f"{STEPS}test_a_block_is_offered_in_the_step_that_fills_it",
     ),
@@ -268,16 +268,16 @@ PREEMPTIONS = (
     Mutant(
         "vLLM: comes back with its prompt only",
         REQUESTS,
-        "        self.prefix = grown(self.prefix, self.engine, self.prefix.num_tokens)\n",
-        "",
+        "        self.prefix = prefix = self.keys.grown(self.prefix, self.engine)\n        self.num_known, self",
+        "        prefix = self.prefix\n        self.num_known, self",
         "what a request had generated before it was preempted is found again",
         test=f"{PREEMPTED}test_what_it_had_generated_is_found_again",
     ),
     Mutant(
         "vLLM: comes back and offers nothing",
         REQUESTS,
-        "self.num_known, self.offered_stop, self.next_offer = self.prefix.num_tokens, -1, 0\n",
-        "self.num_known = self.prefix.num_tokens\n",
+        "self.num_known, self.offered_stop, self.next_offer = self.keys.num_known(prefix), -1, 0\n",
+        "self.num_known = self.keys.num_known(prefix)\n",
         "a request that was preempted begins again",
         test=f"{PREEMPTED}test_a_preempted_request_offers_again",
     ),
@@ -343,8 +343,8 @@ ENDS = (
     Mutant(
         "vLLM: offers blocks that a preempted request has lost",
         SCHEDULER,
-        "        if num_computed >= found.record.num_computed_tokens:\n",
-        "        if num_computed <= found.record.num_computed_tokens:\n",
+        "        if found.engine.num_computed_tokens >= found.record.num_computed_tokens:\n",
+        "        if found.engine.num_computed_tokens <= found.record.num_computed_tokens:\n",
         "what is over others' blocks is not stored",
         test=f"{STEPS}test_a_preempted_request_that_is_aborted_offers_nothing",
     ),

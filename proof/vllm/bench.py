@@ -15,7 +15,7 @@ from .models import build
 from .prompts import Conversations
 from .rows import Row, judge, write
 
-__all__ = ["Bench", "Scenario", "Talks", "run_part"]
+__all__ = ["Bench", "Scenario", "Talks", "run_model", "run_part"]
 
 OUT = Path("build/vllm")
 LARGE_POOL = 1200
@@ -83,10 +83,15 @@ class Scenario:
 
 
 def run_part(config: Mapping[str, Any], scenarios: Sequence[Scenario], talks: Talks = Talks(), **options: Any) -> None:
-    """The process of a part: run its scenarios in turn, and write the rows after each."""
+    """The process of a part: run its scenarios in turn with a model of `config`, and write the rows after each."""
+    run_model(build(dict(config), OUT / str(config["model_type"])), scenarios, talks, **options)
+
+
+def run_model(model: Path, scenarios: Sequence[Scenario], talks: Talks = Talks(), **options: Any) -> None:
+    """The same with a model that is there already."""
     given = _given()
     rows: list[Row] = []
-    bench = Bench(build(dict(config), OUT / str(config["model_type"])), options, talks)
+    bench = Bench(model, options, talks)
     chosen = [each for each in scenarios if (each.is_short or not given.short) and given.only in each.name]
     for scenario in (Scenario("reference", Bench.hold_reference), *chosen):
         rows.append(_row(scenario, bench))

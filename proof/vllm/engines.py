@@ -36,6 +36,9 @@ class Served:
     num_preemptions: int = 0
     num_scheduled_tokens: int = 0
     """Tokens that were computed, drafts and what was computed again included."""
+    num_drafted: int = 0
+    num_accepted: dict[str, int] = field(default_factory=dict)
+    """Accepted drafts by request."""
     problems: tuple[str, ...] = ()
     """What is wrong with the connector at rest."""
     took_s: float = 0.0
@@ -104,6 +107,16 @@ class Engine:
             return output
 
         self.scheduler.schedule = counting
+        make_stats = self.scheduler.make_spec_decoding_stats
+
+        def counting_drafts(stats: Any, **counts: Any) -> Any:
+            name = counts["request_id"].rpartition("-")[0]
+            self.served.num_drafted += counts["num_draft_tokens"]
+            accepted = self.served.num_accepted
+            accepted[name] = accepted.get(name, 0) + counts["num_accepted_tokens"]
+            return make_stats(stats, **counts)
+
+        self.scheduler.make_spec_decoding_stats = counting_drafts
 
     @property
     def connector(self) -> Any:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DENSE", "GPT_OSS", "HYBRID", "LATENTS", "build"]
+__all__ = ["DENSE", "GPT_OSS", "HYBRID", "LATENTS", "build", "draw", "save"]
 
 SPREAD = 0.08
 """Standard deviation of the weights. With those of `load_format="dummy"` outputs would hardly depend on KV."""
@@ -59,25 +59,30 @@ def build(config: dict[str, Any], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(text)
     written = folder / "model.new"
-    _draw(folder, written)
-    _name_tokens(int(config["vocab_size"]), folder)
+    save(draw(folder), written)
+    name_tokens(int(config["vocab_size"]), folder)
     written.replace(weights)
     return folder
 
 
-def _draw(folder: Path, file: Path) -> None:
-    import torch
+def save(weights: dict[str, Any], file: Path) -> None:
     from safetensors.torch import save_file
+
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def draw(folder: Path) -> dict[str, Any]:
+    """Weights for the configuration in `folder`, by the names of transformers."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).state_dict()
     random = torch.Generator().manual_seed(0)
-    drawn = {
+    return {
         name: torch.ones(shape.shape) if _is_norm(name) else torch.randn(shape.shape, generator=random) * SPREAD
         for name, shape in shapes.items()
     }
-    save_file(drawn, file, metadata={"format": "pt"})
 
 
 def _is_norm(name: str) -> bool:
@@ -85,7 +90,7 @@ def _is_norm(name: str) -> bool:
     return name.endswith("norm.weight")
 
 
-def _name_tokens(number: int, folder: Path) -> None:
+def name_tokens(number: int, folder: Path) -> None:
     """A tokenizer with a word for each id, for servers that have to have one."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -26,6 +26,8 @@ PARTS = (
     Part("hybrid", "one rank, a model with a window in one of its layers", 80, is_short=True),
     Part("gpt_oss", "one rank, gpt-oss: windows, attention sinks, experts", 60, is_short=True),
     Part("adapters", "one rank, LoRA adapters that are trained again", 120, is_short=True),
+    Part("eagle", "one rank, an EAGLE head", 90, is_short=True),
+    Part("mtp", "one rank, a layer for multi-token prediction", 90),
     Part("two_ranks", "tensor parallelism over two processes", 100),
     Part("mla", "latents, also on two ranks that share their host memory", 60),
     Part("serving", "the API server over HTTP", 125),

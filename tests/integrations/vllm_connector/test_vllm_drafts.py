@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from engine_doubles import BLOCK, TEXT, Manager, Request
 from small_engine import SmallEngine, counted
-from vllm_configs import eagle, vllm_config
+from vllm_configs import eagle, kv_cache_config, vllm_config
+from vllm_doubles import AoffloadConnector
 
-from aoffload._vllm.drafts import NO_DRAFTS, Drafts
+from aoffload._vllm.drafts import NO_DRAFTS, Drafts, models_of
+from aoffload._vllm.settings import given_namespace
+from aoffload.errors import ConfigError
 
 Engines = Callable[..., SmallEngine]
 
@@ -94,6 +98,14 @@ def test_drafts_of_any_request_are_never_stored(
     assert not engine.wrong
 
 
+def test_a_step_may_compute_less_than_is_read_ahead(engines: Engines) -> None:
+    """After a load, the count of tokens whose KV is final does not go back."""
+    engine = engines(drafts=eagle(num_ahead=3), num_blocks=60)
+    served(engine, Request("a", TEXT))
+    engine.most_tokens = 1
+    assert served(engine, Request("b", TEXT, num_new=6)) == 6
+
+
 @pytest.mark.parametrize(
     ("speculative", "wanted"),
     [
@@ -109,3 +121,33 @@ def test_what_draft_layers_read_is_vllms_own_number(speculative: Any, wanted: Dr
     config.speculative_config = speculative
     config.num_prefill_lookahead_tokens = getattr(speculative, "num_ahead", 0)
     assert Drafts.of(config) == wanted
+
+
+def test_a_disk_knows_the_draft_layers(tmp_path: Path) -> None:
+    """A restart with another draft model finds nothing: its KV in the draft layers is another one. Without `namespace`,
+    the files of both models say which they are."""
+    identity_of = AoffloadConnector.__init__.__globals__["_identity"]
+    models = [tmp_path / name for name in ("target", "drafts")]
+    for model in models:
+        model.mkdir()
+        (model / "model.safetensors").write_bytes(b"weights")
+    config = vllm_config(drafts=eagle())
+    config.model_config.model, config.speculative_config.draft_model_config.model = map(str, models)
+    texts = [identity_of(config, kv_cache_config(9), "").text()]
+    (models[1] / "model.safetensors").write_bytes(b"other weights")
+    texts.append(identity_of(config, kv_cache_config(9), "").text())
+    config.speculative_config = None
+    texts.append(identity_of(config, kv_cache_config(9), "").text())
+    assert len(set(texts)) == 3
+
+
+def test_a_draft_model_of_a_hub_needs_a_namespace() -> None:
+    """Its files cannot be read, and with a disk something has to name them. That is refused before any weights are
+    loaded."""
+    extra = {"disk": {"path": "/cache", "size": "1GiB"}}
+    with pytest.raises(ConfigError, match="namespace: is needed with disk") as caught:
+        given_namespace(extra, models_of(vllm_config(drafts=eagle())))
+    assert caught.value.argument == "namespace"
+    assert (
+        given_namespace({**extra, "namespace": "both models"}, models_of(vllm_config(drafts=eagle()))) == "both models"
+    )

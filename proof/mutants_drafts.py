@@ -1,0 +1,78 @@
+"""Defects planted in the identity of KV with draft layers."""
+
+from __future__ import annotations
+
+from .planting import Mutant
+
+__all__ = ["DRAFT_MUTANTS"]
+
+REQUESTS, SCHEDULER, DRAFTS = "aoffload._vllm.requests", "aoffload._vllm.scheduler", "aoffload._vllm.drafts"
+FOLDER = "tests/integrations/vllm_connector"
+TESTS, OF_KEYS = f"{FOLDER}/test_vllm_drafts.py::", f"{FOLDER}/test_vllm_keys.py::"
+
+DRAFT_MUTANTS = (
+    Mutant(
+        "vLLM drafts: published one token early",
+        DRAFTS,
+        "        return cls(vllm_config.num_prefill_lookahead_tokens,",
+        "        return cls(vllm_config.num_prefill_lookahead_tokens - 1,",
+        "prompts that part at the end of a block do not share it",
+        test=f"{TESTS}test_prompts_that_part_at_the_end_of_a_block_do_not_share_it",
+    ),
+    Mutant(
+        "vLLM drafts: the first token does not count",
+        REQUESTS,
+        "        before = encoded(request.all_token_ids[: self.drafts.num_ahead])\n",
+        "        before = b'first'\n",
+        "the first token is part of the identity",
+        test=f"{OF_KEYS}test_a_draft_layer_reads_one_token_more",
+    ),
+    Mutant(
+        "vLLM drafts: drafts that are not verified are stored",
+        REQUESTS,
+        "min(num_computed, self.engine.num_tokens) - num_ahead",
+        "num_computed - num_ahead",
+        "a rejected draft is never stored",
+        test=f"{TESTS}test_drafts_of_any_request_are_never_stored",
+    ),
+    Mutant(
+        "vLLM drafts: stored before the next token is known",
+        REQUESTS,
+        "self.engine.num_tokens) - num_ahead",
+        "self.engine.num_tokens)",
+        "a block is stored one token later",
+        test=f"{TESTS}test_a_block_is_stored_one_token_later",
+    ),
+    Mutant(
+        "vLLM drafts: an image is where it was",
+        REQUESTS,
+        "start, digest = feature.mm_position.offset - num_ahead,",
+        "start, digest = feature.mm_position.offset,",
+        "the KV at the token before an image depends on the image",
+        test=f"{OF_KEYS}test_an_image_is_read_ahead_too",
+    ),
+    Mutant(
+        "vLLM drafts: loads the block that vLLM drops",
+        SCHEDULER,
+        "self._unit + 1 if self._keys.drafts.are_dropped else 1",
+        "1",
+        "a block that vLLM drops is computed with the rest of the prompt",
+        test=f"{TESTS}test_a_block_that_vllm_drops_is_not_loaded",
+    ),
+    Mutant(
+        "vLLM drafts: counts go back behind a load",
+        REQUESTS,
+        "        return max(found, record.num_computed_tokens, record.engine_tokens)\n",
+        "        return found\n",
+        "modules that read several tokens ahead know fewer tokens than they have loaded",
+        test=f"{TESTS}test_a_step_may_compute_less_than_is_read_ahead",
+    ),
+    Mutant(
+        "vLLM drafts: any draft layers will do",
+        DRAFTS,
+        "    found = [vllm_config.model_config, draft_model_of(vllm_config)]\n",
+        "    found = [vllm_config.model_config]\n",
+        "a disk knows the weights of the draft layers",
+        test=f"{TESTS}test_a_disk_knows_the_draft_layers",
+    ),
+)
