@@ -91,8 +91,8 @@ _OBSERVERS = (
     Mutant(
         "observer's BaseException reaches the ledger",
         "aoffload._kernel.moves",
-        "with suppress(BaseException):",
-        "with suppress(Exception):",
+        "            except BaseException:",
+        "            except Exception:",
         _FOREIGN,
         test=f"{_MISBEHAVE}::test_nothing_of_an_observers_goes_through[False-Own]",
     ),

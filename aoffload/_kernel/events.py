@@ -38,7 +38,10 @@ class Event:
 
 
 class Observer(Protocol):
-    """Receives events in the thread of the ledger, except for `CompletionDelivered`. It must not block."""
+    """Receives events in the thread of the ledger, except for `CompletionDelivered`. It must not block.
+
+    An observer may have an attribute `ignored_events`, a collection of event classes. If `RequestMoved` is one of them,
+    the ledger makes no events of that class. Other classes have no effect there, because their events are rare."""
 
     def observe(self, event: Event, /) -> object: ...
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,13 @@ class Moves:
     """The clock for the ages of states. None: ages are not measured."""
     unreported: deque[Event] = field(default_factory=deque, init=False)
     """Events that are not reported yet. Each call of the ledger reports them when its change is complete."""
+    tells_requests: bool = field(init=False)
+    """Whether the observer wants `RequestMoved`."""
     _is_reporting: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        ignored = getattr(self.observer, "ignored_events", ())
+        self.tells_requests = self.observer is not None and RequestMoved not in ignored
 
     def request(self, request: LedgerRequest, state: RequestState) -> None:
         old = request.state
@@ -33,7 +38,7 @@ class Moves:
         if self.clock is not None:
             request.since_s = self.clock()
         request.state = state
-        if self.observer is not None:
+        if self.tells_requests:
             num_blocks = request.num_blocks if state is RequestState.ALLOCATED else 0
             computed, lost = request.num_computed_tokens, request.num_lost_tokens
             moved = RequestMoved(request, old, state, request.reason, request.match, num_blocks, computed, lost)
@@ -87,8 +92,10 @@ class Moves:
         self._is_reporting = True
         unreported, observe = self.unreported, self.observer.observe
         while unreported:
-            with suppress(BaseException):  # the caller of the ledger has to get its answer; `Observers` counts errors
+            try:  # noqa: SIM105 - `suppress` would cost as much as an observer
                 observe(unreported.popleft())
+            except BaseException:  # noqa: BLE001 - the caller of the ledger has to get its answer; `Observers` counts errors
+                pass
         self._is_reporting = False
 
 

@@ -20,6 +20,7 @@ from ..ledger import (
     JobMoved,
     JobState,
     Outcome,
+    RequestMoved,
     StoreSkipped,
     TransportRecovered,
     TransportStalled,
@@ -36,6 +37,8 @@ REPORT_S = 1.0
 
 class Counts:
     """An observer of the ledger's jobs and of the copy queue. It counts both."""
+
+    ignored_events = (RequestMoved,)
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.failure: BaseException | None = None

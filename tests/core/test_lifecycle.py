@@ -101,6 +101,20 @@ def test_a_legal_move_happens(kind: str, old: State, new: State) -> None:
     assert recorded.left == [old]
 
 
+def test_an_observer_may_ignore_the_moves_of_requests() -> None:
+    """The ledger makes no events for it then. Each other event still comes."""
+    recorded = LeftStates()
+    recorded.ignored_events = (RequestMoved,)  # type: ignore[attr-defined]
+    moves = Moves(recorded)
+    for kind in ("request", "job"):
+        old, new = next((old, new) for each, old, new in pairs(legal=True) if each == kind)
+        entity = entity_of(kind)
+        entity.state = old
+        move(moves, kind, entity, new)
+        assert entity.state is new
+        assert len(moves.unreported) == (kind == "job")
+
+
 @pytest.mark.parametrize("moves", TABLES.values(), ids=TABLES.keys())
 def test_a_table_is_whole(moves: Mapping[State, frozenset[State]]) -> None:
     """Every state has a row, every state but the first is reached, and some end."""
