@@ -109,7 +109,7 @@ WORKERS = (
     Mutant(
         "vLLM: over when one rank has it",
         OUTBOX,
-        "        self._tally = JobTally(num_ranks)\n",
+        "        self._tally = JobTally(num_ranks) if num_ranks > 1 else OneRank()\n",
         "        self._tally = JobTally(1)\n",
         "a load is over when every rank has its part",
         also=(Patch(OUTBOX, "self._tally.report(rank, completion)", "self._tally.report(0, completion)"),),
