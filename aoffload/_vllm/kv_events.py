@@ -111,7 +111,8 @@ class RouterEvents(LedgerExtension):
         self._leaving: dict[bytes, _Unit] = {}
         """The units before a reset, which have to be removed before anything else is told."""
         self._learned: dict[bytes, _Unit] = {}
-        """Units with their hashes whose changes are still queued."""
+        """Units with hashes that changes in the queue may need: those of stores, and those that no tier holds any more.
+        Kept until the queue is empty."""
         self._twins: Counter[tuple[int, Any]] = Counter()
         """By place and hash, the named units of adapters."""
         self._settled: list[tuple[list[Change], str]] = []
@@ -137,19 +138,22 @@ class RouterEvents(LedgerExtension):
         self._changes.begin()
 
     def on_matched(self, request: LedgerRequest) -> None:
+        if self._is_over:
+            return
         name = request.request_id
-        if name not in self._requests and (found := self._find(name)) is not None:
+        if (found := self._find(name)) is not None:
             self._requests[name] = found
         lease = request.leases.get(Tier.HOST)
         if self._num_unnamed and lease is not None and name in self._requests:
             self._matched.append((_units_of(lease.run, 0, request.hit_stop), name))
 
     def on_job_settled(self, job: Job) -> None:
-        if job.plan.source is Tier.DEVICE and job.epoch == self._ledger.cache.epoch:
+        if job.plan.source is Tier.DEVICE and not self._is_over and job.epoch == self._ledger.cache.epoch:
             self._settled.append((_units_of(job.run, job.start, job.stop), job.request_id))
 
     def on_released(self, request: LedgerRequest) -> None:
-        self._ended.add(request.request_id)
+        if request.request_id in self._requests:
+            self._ended.add(request.request_id)
 
     # -- called by vLLM -------------------------------------------------------------------------------------------
 
@@ -171,18 +175,20 @@ class RouterEvents(LedgerExtension):
     def _take(self, events: list[Event]) -> None:
         if self._is_off() and not self._is_over:
             self._end()
+        if self._is_over:
+            self._remove_leaving(events, self._units_per_step)
+            return
         cleared = self._cleared()
         if cleared is not self._seen:
             self._seen = cleared
-            if not self._is_over:
-                self._changes.tell_anew()
-        left = self._units_per_step
+            self._changes.tell_anew()
         self._learn(events)
+        left = self._units_per_step
         while left > 0:
             if self._leaving:
                 left -= self._remove_leaving(events, left)
                 continue
-            told = [] if self._is_over else self._changes.take(1)
+            told = self._changes.take(1)
             if not told:
                 self._learned.clear()
                 break
@@ -200,8 +206,8 @@ class RouterEvents(LedgerExtension):
         self._is_over = True
         self._changes.end()
         self._leaving, self._units = {**self._leaving, **self._units}, {}
-        self._settled.clear()
-        self._matched.clear()
+        for each in (self._settled, self._matched, self._learned, self._requests, self._ended):
+            each.clear()
 
     def _forget_requests(self) -> None:
         if not self._ended:
@@ -258,8 +264,8 @@ class RouterEvents(LedgerExtension):
         for unit, digest in enumerate(self._digests.of(change).digests, change.start):
             found = self._units.get(digest)
             if found is None:
-                found = self._learned.pop(digest, None) or _Unit(None, (), NOBODY)
-                found.places = 0
+                known = self._learned.get(digest)
+                found = _Unit(None, (), NOBODY) if known is None else _Unit(known.parent, known.hashes, known.owner)
                 self._units[digest] = found
                 self._num_unnamed += not found.hashes
             found.places |= 1 << place
@@ -310,6 +316,8 @@ class RouterEvents(LedgerExtension):
             if not found.places:
                 del self._units[digest]
                 self._num_unnamed -= not found.hashes
+                if found.hashes:
+                    self._learned[digest] = found
         self._remove(gone, place, events)
 
     def _is_gone(self, found: _Unit, place: int) -> bool:
@@ -332,7 +340,7 @@ class RouterEvents(LedgerExtension):
             events.append(removed_event(group, self._media[Tier(tier)], hashes))
 
     def _remove_leaving(self, events: list[Event], most: int) -> int:
-        """Remove up to `most` units of before a reset, the last ones first. They keep their hashes for the changes in
+        """Remove up to `most` units of before a reset, the last ones first. Their hashes are kept for the changes in
         the queue."""
         gone: dict[int, list[_Unit]] = {}
         num = 0
@@ -342,7 +350,7 @@ class RouterEvents(LedgerExtension):
             for place in _places([(0, digest, found)]):
                 if self._is_gone(found, place):
                     gone.setdefault(place, []).append(found)
-            if found.hashes:
+            if found.hashes and not self._is_over:
                 self._learned[digest] = found
         for place, units in gone.items():
             self._remove(units, place, events)
