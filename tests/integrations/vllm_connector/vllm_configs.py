@@ -13,7 +13,9 @@ MODEL = "m"
 HEADS = {"num_kv_heads": 1, "head_size": 8, "block_size": BLOCK}
 
 
-def vllm_config(num_ranks: int = 1, rank: int = 0, *, most_step_tokens: int = 1, **extra: Any) -> Any:
+def vllm_config(
+    num_ranks: int = 1, rank: int = 0, *, most_step_tokens: int = 1, has_events: bool = False, **extra: Any
+) -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             kv_connector="AoffloadConnector",
@@ -45,6 +47,7 @@ def vllm_config(num_ranks: int = 1, rank: int = 0, *, most_step_tokens: int = 1,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=most_step_tokens),
         attention_config=SimpleNamespace(compute_hash=lambda: "attention"),
         speculative_config=None,
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=True) if has_events else None,
         lora_config=SimpleNamespace(max_cpu_loras=2),
     )
 
