@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 __all__ = ["PARTS", "TOTAL_S", "Part"]
 
-TOTAL_S = 960.0
-"""Sixteen minutes."""
+TOTAL_S = 1080.0
+"""Eighteen minutes."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ PARTS = (
     Part("hybrid", "one rank, a model with a window in one of its layers", 80, is_short=True),
     Part("gpt_oss", "one rank, gpt-oss: windows, attention sinks, experts", 60, is_short=True),
     Part("adapters", "one rank, LoRA adapters that are trained again", 120, is_short=True),
+    Part("events", "KV events that vLLM publishes, read by the rules of two routers", 90, is_short=True),
     Part("two_ranks", "tensor parallelism over two processes", 100),
     Part("mla", "latents, also on two ranks that share their host memory", 60),
     Part("serving", "the API server over HTTP", 125),
