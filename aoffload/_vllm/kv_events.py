@@ -224,26 +224,33 @@ class RouterEvents(LedgerExtension):
     def _learn(self, events: list[Event]) -> None:
         """Give the units of stores that have landed, and of matches, their hashes."""
         for source in (self._settled, self._matched):
+            early: list[tuple[list[Change], str]] = []
             for changes, name in source:
                 request = self._requests.get(name)
-                if request is not None:
-                    self._learn_from(request, changes, events)
-            source.clear()
+                left = [] if request is None else self._learn_from(request, changes, events)
+                if left and self._find(name) is request:
+                    early.append((left, name))
+            source[:] = early
 
-    def _learn_from(self, request: Any, changes: Iterable[Change], events: list[Event]) -> None:
+    def _learn_from(self, request: Any, changes: Iterable[Change], events: list[Event]) -> list[Change]:
+        """Returns those of `changes` that have units without a hash: vLLM may make it when later tokens are known."""
         lora, hashes, per_unit = request.lora_request, request.block_hashes, self._per_unit
         owner = NOBODY
         if lora is not None or request.cache_salt:
             lora_id, name = (None, None) if lora is None else (lora.lora_int_id, lora.lora_name)
             owner = Owner(lora_id, name, request.cache_salt or None)
+        early: list[Change] = []
         for change in changes:
             fresh: list[Named] = []
             for unit, digest in enumerate(self._digests.of(change).digests, change.start):
                 known = self._units.get(digest)
+                if known is not None and known.hashes:
+                    continue
                 first = unit * per_unit
                 found = hashes[first : first + per_unit]
-                if (known is not None and known.hashes) or len(found) < per_unit or None in found:
-                    continue
+                if len(found) < per_unit or None in found:
+                    early.append(change)
+                    break
                 parent = hashes[first - 1] if first else None
                 if known is None:
                     self._learned[digest] = _Unit(parent, tuple(found), owner)
@@ -255,6 +262,7 @@ class RouterEvents(LedgerExtension):
                 component, tier = divmod(place, len(Tier))
                 here = [named for named in fresh if named[2].places >> place & 1]
                 self._name(change, here, component, Tier(tier), events)
+        return early
 
     # -- events ---------------------------------------------------------------------------------------------------
 

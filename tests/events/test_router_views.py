@@ -20,7 +20,7 @@ from aoffload._observe.kv_events.changes import Changes
 from aoffload._observe.kv_events.events import MEDIA
 from aoffload._observe.kv_events.format import EventEncoder
 from aoffload.kv_events import EventFormat
-from aoffload.ledger import Prefix, RestoredRun, Root
+from aoffload.ledger import Completion, Outcome, Prefix, RestoredRun, Root
 from proof.routers import DynamoRouter, LlmdIndexer
 
 NUM_STEPS = 1000
@@ -119,6 +119,24 @@ def test_what_a_restart_has_found_is_named_once_somebody_asks() -> None:
     names = {"GPU": "GPU", "CPU": "CPU", "DISK": "DISK"}
     assert walk.dynamo.blocks(names) == {(medium, 0, one) for medium in ("CPU", "DISK") for one in hashes}
     assert walk.dynamo.hits(prompt.all_token_ids)["CPU"] == 5
+
+
+def test_a_hash_that_comes_late_is_waited_for() -> None:
+    """vLLM may hash a block with tokens that come after it, and so after its store."""
+    walk = EventsWalk(1)
+    prompt = Prompt([100, *[1] * 20], None, None, None, UNIT)
+    hashes = list(prompt.block_hashes)
+    del prompt.block_hashes[4:]
+    walk.requests["r"] = prompt
+    record = walk.ledger.admit(Prefix.of(prompt.root, prompt.all_token_ids), request_id="r")
+    walk.ledger.plan_load(record, into=walk.tables(21))
+    for plan in walk.ledger.offer(record, 21, walk.tables(21)):
+        walk.ledger.launch(plan.job_id)
+        walk.ledger.settle(Completion(plan.job_id, Outcome.LANDED, plan.num_blocks))
+    for number in (4, 4, 5):
+        prompt.block_hashes[:] = hashes[:number]
+        walk.publish()
+        assert walk.dynamo.blocks({"CPU": "CPU"}) == {("CPU", 0, hash64(one)) for one in hashes[:number]}
 
 
 def restored(root: Root, tokens: bytes, slots: list[int]) -> RestoredRun:

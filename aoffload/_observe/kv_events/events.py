@@ -164,6 +164,8 @@ def extra_keys_of(
     """The keys that identify each block besides its tokens, in vLLM's order: the adapter, the key spans that touch the
     block (`name_of` the span, and its start relative to the block), and for the first block the salt. `tokens`: the
     first token of each block."""
+    if not spans and owner.lora_name is None and owner.salt is None:
+        return [None] * len(tokens)
     found = list[list[Any] | None]()
     for start in tokens:
         keys: list[Any] = [] if owner.lora_name is None else [owner.lora_name]

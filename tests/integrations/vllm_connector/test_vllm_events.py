@@ -98,6 +98,29 @@ def test_an_adapter_has_its_name(engines: Callable[..., SmallEngine]) -> None:
     assert stored.extra_keys == [["tenant"]] * 7
 
 
+def test_each_group_has_its_own_events(engines: Callable[..., SmallEngine]) -> None:
+    """With vLLM's number, kind and window. Blocks before the window are not stored, and have no event."""
+    engine, request = engines(has_events=True, windows=(0, 12)), Request("first", TEXT)
+    engine.run(request)
+    events = {event.group_idx: event for event in told(engine)}
+    assert {number: one.kv_cache_spec_kind for number, one in events.items()} == {
+        0: "full_attention",
+        1: "sliding_window",
+    }
+    assert (events[0].kv_cache_spec_sliding_window, events[1].kv_cache_spec_sliding_window) == (None, 12)
+    assert set(events[0].block_hashes) == wanted(request, 7)
+    assert set(events[1].block_hashes) == wanted(request, 7) - wanted(request, 3)
+    assert events[1].token_ids == TEXT[12:28]
+    assert events[1].parent_block_hash in wanted(request, 3) - wanted(request, 2)
+
+
+def test_ranks_have_one_voice(engines: Callable[..., SmallEngine]) -> None:
+    """Blocks with a part on each rank are named once, when all ranks have stored them."""
+    engine, request = engines(has_events=True, num_ranks=2), Request("first", TEXT)
+    engine.run(request)
+    assert hashes_in(told(engine), "CPU") == Counter(wanted(request, 7))
+
+
 def test_the_disk_has_vllms_name_or_ours(disk: Callable[..., SmallEngine]) -> None:
     """`STORAGE`, and `DISK` if the key says so; any other value is refused by its name."""
     for media, medium in (("vllm", "STORAGE"), ("aoffload", "DISK")):
