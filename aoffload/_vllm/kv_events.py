@@ -168,9 +168,20 @@ class RouterEvents(LedgerExtension):
         try:
             self._take(events)
         except Exception:  # noqa: BLE001 - any bug: vLLM goes on
-            _log.exception("aoffload: host memory has no more KV events")
+            self._fail()
+        try:
+            return [self._make(event) for event in events]
+        except Exception:  # noqa: BLE001 - vLLM's events have other fields
+            self._fail()
+            self._leaving.clear()
+            return []
+
+    def _fail(self) -> None:
+        _log.exception("aoffload: host memory has no more KV events")
+        if self._is_over:
+            self._leaving.clear()
+        else:
             self._end()
-        return [self._make(event) for event in events]
 
     def _take(self, events: list[Event]) -> None:
         if self._is_off() and not self._is_over:

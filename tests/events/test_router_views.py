@@ -162,7 +162,19 @@ def test_an_error_takes_back_what_was_named() -> None:
         assert not walk.dynamo.blocks({"CPU": "CPU", "DISK": "DISK"})
         assert on_the_gpu <= walk.dynamo.blocks({"GPU": "GPU"})
         walk.come()  # the engine goes on
+        assert not walk.events.take()
+
+
+@pytest.mark.parametrize("broken", ["_make", "_remove"])
+def test_events_that_cannot_be_made_do_not_keep_vllm_busy(broken: str) -> None:
+    """vLLM's events have other fields, or the removals fail, too: vLLM is not asked for steps without end."""
+    walk = EventsWalk(3)
+    walk.run(300)
+    setattr(walk.events, broken, None)
+    walk.ledger.reset()
+    for _ in range(3):
         walk.events.take()
+    assert not walk.events.is_waiting
 
 
 # -- what each router needs ------------------------------------------------------------------------------------------
