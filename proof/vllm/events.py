@@ -175,6 +175,7 @@ def evictions_and_resets(bench: Bench) -> Row:
         for turn in range(bench.talks.num_turns):
             told.engine.serve(bench.turn(turn), bench.talks.num_new_tokens)
             problems += told.differences(f"after turn {turn}")
+        num_evicted = told.seen["BlockRemoved CPU"]
         for name, reset in (
             ("vLLM's reset", told.engine.forget),
             ("both resets", lambda: told.engine.engine.reset_prefix_cache(reset_connector=True)),
@@ -184,8 +185,7 @@ def evictions_and_resets(bench: Bench) -> Row:
             del told.engine.served.answers[name]
             problems += told.differences(f"after {name}")
         row = _row(bench, "events: evictions and resets", told, problems)
-    removed = told.seen["BlockRemoved CPU"]
-    return row.missed("" if removed else "host memory has evicted nothing")
+    return row.missed("" if num_evicted else "host memory has evicted nothing")
 
 
 def preemption(bench: Bench) -> Row:
