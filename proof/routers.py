@@ -235,7 +235,7 @@ class LlmdIndexer:
                 return
             before = above[-1]
         made = self.chain(before, event["token_ids"], event.get("extra_keys"))
-        if not made:
+        if not made or not hashes:
             return
         number = max(len(hashes), len(made))
         found: dict[int, list[str]] = {}
