@@ -20,18 +20,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from aoffload import HostCache, KVRegion
+from aoffload import HostCache, KVRegion, Tier
 
+from .._observe.kv_events.events import EventGroup
 from ..transport import LocalTransport, Transport
 from .blocks import block_bytes_of, placements_of
 from .drafts import Drafts, draft_model_of, models_of
 from .groups import CachedGroups
 from .guard import Guard
+from .kv_events import RouterEvents, event_groups, event_maker, hash_converter
 from .messages import NOTHING, Commands, Reports
 from .refusals import check_all
 from .replicas import WorkerReplicas, num_replicas_of
 from .scheduler import SchedulerSide
-from .settings import given_namespace, offload_config, with_a_step_in_flight, with_windows_as_retained
+from .settings import event_media, given_namespace, offload_config, with_a_step_in_flight, with_windows_as_retained
 from .statistics import OffloadMetrics, OffloadStatistics
 from .worker import Identity, WorkerSide, invalid_blocks, lost_requests
 from .worker_adapters import LoadedAdapters, watch
@@ -59,6 +61,14 @@ _IDLE = StepCommands(NOTHING)
 """The usual case: the step copies nothing."""
 
 
+_SOURCES = {
+    Tier.HOST: CacheHitSource.HOST,
+    Tier.DISK: CacheHitSource.DISK,
+    Tier.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,
+}
+"""vLLM's names of the tiers. Its name for a remote store is the last one."""
+
+
 class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Host memory as a tier below vLLM's own prefix cache."""
 
@@ -80,6 +90,15 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         placements = placements_of(kv_cache_config.kv_cache_tensors, num_blocks)
         self._deciding: Guard
         """Only in the scheduler."""
+        self._media = event_media(extra)
+        self._event_groups: list[EventGroup] = []
+        """Empty if vLLM publishes no KV events."""
+        events = vllm_config.kv_events_config
+        if events is not None and events.enable_kv_cache_events and role is KVConnectorRole.SCHEDULER:
+            self._event_groups = event_groups(kv_cache_config, groups)
+        self._take_events: Callable[[], list[Any]] = list
+        self._has_events: Callable[[], bool] = bool
+        """Whether `take_events` has to be called again."""
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             block_bytes = block_bytes_of(placements)
@@ -125,10 +144,28 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._deciding.half.bind(kv_cache_manager)
+        extensions = []
+        if self._event_groups:
+            events = self._events_of(kv_cache_manager.block_pool)
+            extensions.append(events)
+            self._take_events, self._has_events = events.take, lambda: events.is_waiting
+        self._deciding.half.bind(kv_cache_manager, extensions)
         worker = _worker_of_this_process()
         if self._config.disk is not None and worker is not None:
             worker._at_end = self._deciding.flush
+
+    def _events_of(self, pool: Any) -> RouterEvents:
+        half = self._deciding.half
+        return RouterEvents(
+            self._event_groups,
+            self._media,
+            pool.hash_block_size,
+            find=half.engine_request,
+            cleared=lambda: pool.cached_block_hash_to_block,  # `BlockPool.reset_prefix_cache` makes another one
+            is_off=lambda: self.off_reason,
+            convert=hash_converter(),
+            make=event_maker(),
+        )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         found = self._deciding.match(request, num_computed_tokens)
@@ -158,7 +195,14 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        return self._deciding.is_busy
+        return self._deciding.is_busy or self._has_events()
+
+    def take_events(self) -> list[Any]:
+        return self._take_events()
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        found = self._deciding.hit_tiers(request.request_id, num_external_tokens)
+        return {_SOURCES[tier]: number for tier, number in found.items()}
 
     def reset_cache(self) -> bool:
         self._deciding.reset()

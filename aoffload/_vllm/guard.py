@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from .. import Tier
 from .counts import blocks_of
 from .messages import Commands, Reports
 from .scheduler import SchedulerSide
@@ -63,6 +64,14 @@ class Guard:
                 self._turn_off(error)
         if self.off_reason:
             self.half.refuse(request, num_external)
+
+    def hit_tiers(self, request_id: str, num_external: int) -> dict[Tier, int]:
+        if not self.off_reason:
+            try:
+                return self.half.hit_tiers(request_id, num_external)
+            except Exception as error:  # noqa: BLE001
+                self._turn_off(error)
+        return {Tier.HOST: num_external} if num_external else {}
 
     def step(self, output: Any) -> Commands:
         if not self.off_reason:

@@ -171,6 +171,7 @@ class Fetches:
         found.num_tried = self._num_loads_over
         if fetch.plans or not fetch.is_over:  # otherwise there was no free block, and a later call tries again
             found.fetch, found.num_fetched = fetch, match.num_tokens
+            found.fetched += [self.ledger.jobs.unsettled[plan.job_id] for plan in fetch.plans]
             self.queue.submit(fetch.plans)
         return fetch
 

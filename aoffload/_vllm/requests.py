@@ -6,16 +6,18 @@ import enum
 import math
 import uuid
 from array import array
+from collections import Counter
 from typing import Any, ClassVar
 
 import attrs
 import numpy as np
 
-from .. import HostCache, PrefixMatch, RequestState
+from .. import HostCache, PrefixMatch, RequestState, Tier
 from .._common.prefix import INT32, KeySpan, Prefix, Roots, encode_tokens
 from .._host_cache.requests import HostCacheRequest
+from .._kernel.records import Job
 from ..errors import InvalidArgument
-from ..ledger import Fetch
+from ..ledger import Fetch, Outcome
 from .drafts import NO_DRAFTS, Drafts
 from .messages import AdapterUse
 from .remote import Asked
@@ -183,6 +185,8 @@ class EngineRequest:
     """A fetch in progress, or one that has ended since vLLM last asked about the request."""
     asked: Asked | None = None
     """The question to the remote store."""
+    fetched: list[Job] = attrs.field(factory=list)
+    """The copies of all fetches for it since it was last admitted for the first time."""
     fetch_until: float = math.inf
     """No fetch begins after this time."""
     num_tried: int = -1
@@ -262,9 +266,11 @@ class EngineRequest:
     def ask_behind_fetch(self, ledger: HostCache, num_failed: int) -> PrefixMatch:
         """A fetch has ended. Match anew, because another request may be loading the fetched blocks by now."""
         kept = self.fetching, self.asked, self.fetch_until, self.num_tried, self.num_fetched
+        fetched = self.fetched
         self.leave(ledger, "fetched")
         match = self.ask(ledger, self.num_local, num_failed)
         self.fetching, self.asked, self.fetch_until, self.num_tried, self.num_fetched = kept
+        self.fetched = fetched
         return match
 
     def offers_up_to(self, stop: int, unit: int) -> None:
@@ -285,11 +291,28 @@ class EngineRequest:
         record, self.record = self.record, None
         fetch, self.fetch, self.fetching = self.fetch, None, Fetching.OPEN
         self.asked, self.fetch_until, self.num_tried, self.num_fetched = None, math.inf, -1, -1
-        self.has_to_be_compared = False
+        self.has_to_be_compared, self.fetched = False, []
         if fetch is not None:
             ledger.transfers.cancel(fetch)
         if record is not None:
             ledger.release(record, reason)
+
+    def brought(self, num_tokens: int, unit: int) -> Counter[Tier]:
+        """How many of the first `num_tokens` after those that vLLM has were brought into host memory by a fetch for
+        this request, by the tier that they come from. Of the tiers of several groups, the lowest counts."""
+        start, stop = self.num_local, self.num_local + num_tokens
+        tiers: dict[int, Tier] = {}
+        for job in self.fetched:
+            done = job.completion
+            if done is not None:
+                width = job.plan.num_blocks // (job.stop - job.start)
+                is_whole = done.outcome is Outcome.LANDED
+                for at in range(job.start, job.stop if is_whole else job.start + done.num_landed // width):
+                    tiers[at] = max(job.plan.source, tiers.get(at, Tier.DEVICE))
+        found = Counter[Tier]()
+        for at, tier in tiers.items():
+            found[tier] += max(0, min(stop, (at + 1) * unit) - max(start, at * unit))
+        return found
 
     def new_tokens(self) -> list[int]:
         """The tokens that the ledger does not know yet."""

@@ -16,6 +16,7 @@ vLLM frees and reuses blocks as it likes, and reports preemptions afterwards. So
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -23,11 +24,11 @@ from typing import Any
 
 import attrs
 
-from aoffload import HostCache, OffloadConfig
+from aoffload import HostCache, OffloadConfig, Tier
 
 from .._runtime.costs import PrefillSpeed
 from ..errors import DeviceGone
-from ..ledger import Completion, CopyQueue, JobState, LoadCosts, TransferPlan
+from ..ledger import Completion, CopyQueue, JobState, LedgerExtension, LoadCosts, TransferPlan
 from .adapters import Adapters
 from .blocks import BlockTable, EnginePool
 from .computing import Computing
@@ -83,7 +84,7 @@ class SchedulerSide:
         self._forwards: list[FirstForward] = []
         """The comparisons of weights that the workers make in this step."""
 
-    def bind(self, kv_cache_manager: Any) -> None:
+    def bind(self, kv_cache_manager: Any, extensions: Iterable[LedgerExtension] = ()) -> None:
         """vLLM's block pool and prefix cache exist now: begin."""
         self._manager = kv_cache_manager
         self._pool = EnginePool(
@@ -96,6 +97,7 @@ class SchedulerSide:
             block_bytes=self._block_bytes,
             clock=self._clock,
             observer=self.counts,
+            extensions=extensions,
         )
         self._unit = self.ledger.layout.unit_tokens
         self._least_hit = self._unit + 1 if self._keys.drafts.are_dropped else 1
@@ -127,6 +129,11 @@ class SchedulerSide:
         lora = found.engine.lora_request
         is_sure = lora is None or (found.record is not None and not self.adapters.is_mixed(lora))
         return found.engine.block_hashes if is_sure else ()
+
+    def engine_request(self, request_id: str) -> Any:
+        """vLLM's own request; None if it is not known."""
+        found = self.requests.get(request_id)
+        return None if found is None else found.engine
 
     # -- a request begins -----------------------------------------------------------------------------------------
 
@@ -194,6 +201,13 @@ class SchedulerSide:
             found.has_to_be_compared = found.use is not None
         else:  # the hit is gone
             self._over.append(found)
+
+    def hit_tiers(self, request_id: str, num_external: int) -> dict[Tier, int]:
+        """The tiers that the `num_external` loaded tokens of a request come from, with their numbers of tokens."""
+        found = self.requests.get(request_id)
+        brought = Counter[Tier]() if found is None else found.brought(num_external, self._unit)
+        brought[Tier.HOST] = num_external - brought.total()
+        return {tier: number for tier, number in brought.items() if number}
 
     def _note(self, found: EngineRequest, plans: Iterable[TransferPlan]) -> None:
         """Note the adapter weights of these copies: workers make a copy only if the weights have not changed since."""

@@ -8,10 +8,12 @@ from typing import Any
 
 import attrs
 
+from .. import Tier
 from .._common.arguments import shown
 from .._config.config import GroupLike, OffloadConfig
 from .._config.sources import disk_from_table, remote_from_table
 from .._config.tiers import parse_bytes
+from .._observe.kv_events.events import media_of
 from ..errors import ConfigError
 
 _SIZES = ("host_bytes", "cpu_bytes_to_use", "num_host_blocks")
@@ -25,7 +27,8 @@ _DEFAULTS = {"transfer_timeout_s": 30, "fetch_timeout_s": 5}
 """Without these defaults, a request of vLLM could wait for its load, the disk or the remote store without bound."""
 _LOWER = {"disk": disk_from_table, "remote": remote_from_table}
 NAMESPACE = "namespace"
-KEYS = (*_SIZES, *_PASSED_ON, *_LOWER, NAMESPACE)
+EVENT_MEDIA = "event_media"
+KEYS = (*_SIZES, *_PASSED_ON, *_LOWER, NAMESPACE, EVENT_MEDIA)
 
 
 def offload_config(
@@ -75,6 +78,11 @@ def with_windows_as_retained(config: OffloadConfig, extra: Mapping[str, Any], ca
         return config
     interval = getattr(cache_config, "prefix_cache_retention_interval", 0)
     return attrs.evolve(config, window_interval_tokens=1 if interval is None else interval)
+
+
+def event_media(extra: Mapping[str, Any]) -> Mapping[Tier, str]:
+    """The key `event_media`: names of the tiers in KV events."""
+    return media_of(extra.get(EVENT_MEDIA, "vllm"), EVENT_MEDIA)
 
 
 def given_namespace(extra: Mapping[str, Any], models: Iterable[str]) -> str:

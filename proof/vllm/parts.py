@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 __all__ = ["PARTS", "TOTAL_S", "Part"]
 
-TOTAL_S = 960.0
-"""Sixteen minutes."""
+TOTAL_S = 1080.0
+"""Eighteen minutes."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ PARTS = (
     Part("adapters", "one rank, LoRA adapters that are trained again", 120, is_short=True),
     Part("eagle", "one rank, an EAGLE head", 90, is_short=True),
     Part("mtp", "one rank, a layer for multi-token prediction", 90),
+    Part("events", "KV events that vLLM publishes, read by the rules of two routers", 90, is_short=True),
     Part("two_ranks", "tensor parallelism over two processes", 100),
     Part("mla", "latents, also on two ranks that share their host memory", 60),
     Part("serving", "the API server over HTTP", 125),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import attrs
 
 from aoffload import KeySpan, Tier
-from aoffload._kernel.records import Part
+from aoffload._kernel.records import Part, Run
 from aoffload.ledger import Root
 
 from ..._extensions.assembly import AnyLedger
@@ -43,6 +43,10 @@ class Change:
     hash_before: Hasher
     """The running hash of everything before the run."""
     root: Root
+
+    @classmethod
+    def of(cls, kind: Kind, tier: Tier, component: int, run: Run, start: int, stop: int) -> Change:
+        return cls(kind, tier, component, start, stop, run.start, run.tokens, run.spans, run.hash_before, run.root)
 
 
 @attrs.frozen
@@ -117,16 +121,16 @@ class Changes:
             return
         run = part.run
         if not self._ledger.cache.tiers[part.tier].is_outside:
-            told = Change(
-                kind, part.tier, part.component, start, stop, run.start, run.tokens, run.spans, run.hash_before,
-                run.root
-            )  # fmt: skip
-            self._told.append(told)
+            self._told.append(Change.of(kind, part.tier, part.component, run, start, stop))
 
     def _signal(self) -> None:
         if not self._is_signalled:
             self._is_signalled = True
             self._wake()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._told
 
     # -- called by the publisher ----------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
@@ -32,11 +33,15 @@ class Request:
         return len(self.all_token_ids)
 
     @property
-    def block_hashes(self) -> list[tuple[int | str, ...]]:
+    def block_hashes(self) -> list[bytes]:
         """One for each block, of all tokens up to its end, and of name and path of the adapter."""
         lora = self.lora_request
-        key = () if lora is None else (lora.lora_name, lora.lora_path)
-        return [(*key, *self.all_token_ids[: end + BLOCK]) for end in range(0, self.num_tokens - BLOCK + 1, BLOCK)]
+        hasher = hashlib.sha256(b"" if lora is None else f"{lora.lora_name} {lora.lora_path} ".encode())
+        found = []
+        for start in range(0, self.num_tokens - BLOCK + 1, BLOCK):
+            hasher.update(repr(self.all_token_ids[start : start + BLOCK]).encode())
+            found.append(hasher.digest())
+        return found
 
 
 class Block:
@@ -57,6 +62,10 @@ class Pool:
     @property
     def null(self) -> Block:
         return self.blocks[0]
+
+    @property
+    def cached_block_hash_to_block(self) -> dict[Any, Block]:
+        return self.cached
 
     def touch(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
@@ -163,6 +172,11 @@ class Manager:
     def release(self, request: Request) -> None:
         for table in self.tables.pop(request.request_id, ()):
             self.block_pool.free_blocks(reversed(table))
+
+    def reset(self) -> None:
+        """vLLM's `reset_prefix_cache`: the pool gets another map."""
+        self.evict_all()
+        self.block_pool.cached = {}
 
     def evict_all(self) -> None:
         self.block_pool.cached.clear()

@@ -74,7 +74,8 @@ class SmallEngine:
         self.half._clock = lambda: self.now
         here = {"has_kv_transfer_group": lambda: num_ranks == 1, "get_kv_transfer_group": lambda: self.copiers[0]}
         with patch.dict(AoffloadConnector.bind_kv_cache_manager.__globals__, here):
-            self.connector.bind_kv_cache_manager(self.manager)
+            with vllm_importable():
+                self.connector.bind_kv_cache_manager(self.manager)
         self.memories = [kv_tensor(num_blocks)[0] for _ in self.copiers]
         layers = kv_tensor(num_blocks)[1].layers
         with ThreadPoolExecutor(num_ranks) as workers:  # as processes do, they register at the same time
@@ -98,6 +99,8 @@ class SmallEngine:
         """What a test makes of the commands on their way to the workers."""
         self.worker_outputs: list[Any] = []
         """What the workers have told vLLM, step by step."""
+        self.events: list[Any] = []
+        """KV events that the connector has made."""
         self.wrong: list[str] = []
         self.may_be_off = False
 
@@ -248,6 +251,7 @@ class SmallEngine:
             if request.request_id not in taken_back:
                 self._advance(request, scheduled[request.request_id])
         self._handle_over(worker_outputs)
+        self.events += self.connector.take_events()
         self.half.steps.ends()  # vLLM asks for statistics here
 
     def _take_back(self, ready: list[Request], invalid: set[int]) -> set[str]:

@@ -83,7 +83,8 @@ def test_the_stand_ins_have_vllms_names() -> None:
         for name, stand_in in made.items():
             real = getattr(module, name)
             fields = {field.name for field in attrs.fields(stand_in)} if attrs.has(stand_in) else set()
-            assert fields <= set(getattr(real, "__dataclass_fields__", {})), name
+            its = getattr(real, "__dataclass_fields__", None) or getattr(real, "__struct_fields__", ())
+            assert fields <= set(its), name
     assert set(dir(NAMES[f"{CONNECTOR}.v1.base"]["KVConnectorBase_V1"])) <= set(dir(base_of_vllm()))
 
 

@@ -26,7 +26,13 @@ def eagle(num_drafts: int = 3, *, num_ahead: int = 1, drops_block: bool = True) 
 
 
 def vllm_config(
-    num_ranks: int = 1, rank: int = 0, *, most_step_tokens: int = 1, drafts: Any = None, **extra: Any
+    num_ranks: int = 1,
+    rank: int = 0,
+    *,
+    most_step_tokens: int = 1,
+    drafts: Any = None,
+    has_events: bool = False,
+    **extra: Any,
 ) -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
@@ -60,6 +66,7 @@ def vllm_config(
         attention_config=SimpleNamespace(compute_hash=lambda: "attention"),
         speculative_config=drafts,
         num_prefill_lookahead_tokens=drafts.num_ahead if drafts else 0,
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=True) if has_events else None,
         lora_config=SimpleNamespace(max_cpu_loras=2),
     )
 

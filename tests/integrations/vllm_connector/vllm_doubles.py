@@ -69,6 +69,34 @@ class TransferResults:
 class CacheHitSource(Enum):
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
+    EXTERNAL_UNSPECIFIED = "external_unspecified"
+
+
+@attrs.frozen(kw_only=True)
+class BlockStored:
+    block_hashes: list[Any]
+    parent_block_hash: Any
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+@attrs.frozen(kw_only=True)
+class BlockRemoved:
+    block_hashes: list[Any]
+    medium: str | None
+    group_idx: int | None = None
+
+
+def converted(block_hash: bytes) -> int:
+    return int.from_bytes(block_hash[-8:], "big")
 
 
 @attrs.define
@@ -134,14 +162,16 @@ def kind_of(spec: Any) -> Kind:
     return found
 
 
-def window_of(spec: Any) -> int:
-    found: int = spec.sliding_window
+def window_of(spec: Any) -> int | None:
+    found: int | None = getattr(spec, "sliding_window", None)
     return found
 
 
 NAMES: dict[str, dict[str, Any]] = {
     "vllm": {"__version__": "0"},
     "vllm.config": {"VllmConfig": VllmConfig},
+    "vllm.distributed.kv_events": {"BlockRemoved": BlockRemoved, "BlockStored": BlockStored},
+    "vllm.v1.core.kv_cache_utils": {"maybe_convert_block_hash": converted},
     "vllm.distributed.kv_transfer": {"get_kv_transfer_group": Connector, "has_kv_transfer_group": bool},
     f"{CONNECTOR}.v1.base": {
         "KVConnectorBase_V1": Connector,
