@@ -34,7 +34,7 @@ KEYED = (
     Mutant(
         "vLLM: sound for a picture",
         KEYS,
-        'f"{feature.modality}:{feature.identifier}".encode()',
+        "f\"{feature.modality}{min(start, 0) or ''}:{feature.identifier}\".encode()",
         "str(feature.identifier).encode()",
         "inputs of two kinds never hit each other",
         test=f"{OF_KEYS}test_values_are_told_apart",

@@ -165,6 +165,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             is_off=lambda: self.off_reason,
             convert=hash_converter(),
             make=event_maker(),
+            num_ahead=half.drafts.num_ahead,
         )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -28,8 +28,10 @@ that takes the event for the GPU alone needs the removals.) The same happens if 
 **Bounds.** A step names or removes about `UNITS_PER_STEP` units; the rest waits for the next step, which vLLM is asked
 to run. All calls come from the thread of vLLM's scheduler.
 
-**Adapters.** vLLM's hash contains the name of a LoRA adapter, the index the SHA-256 of its weights. If the weights
-change under one name, blocks of both have one hash. They count as one block until the last of them is evicted.
+**Several blocks of one hash.** vLLM's hash contains the name of a LoRA adapter, the index the SHA-256 of its weights.
+If the weights change under one name, blocks of both have one hash. With draft layers, the index identifies a block by
+the tokens that its drafts read ahead, too (see `drafts`), so two blocks with the same tokens may have one hash. Such
+blocks count as one block until the last of them is evicted.
 """
 
 from __future__ import annotations
@@ -65,12 +67,17 @@ NOBODY = Owner()
 
 class _Unit:
     """A cached unit: its hashes, the hash before it, and the places that hold it. `hashes` is empty while the unit is
-    unnamed."""
+    unnamed. `first`: with draft layers, the unit's first tokens, which the index has in the unit before. `spans`: the
+    multi-modal inputs that touch it."""
 
-    __slots__ = ("hashes", "owner", "parent", "places")
+    __slots__ = ("first", "hashes", "owner", "parent", "places", "spans")
 
-    def __init__(self, parent: Any, hashes: Sequence[Any], owner: Owner) -> None:
-        self.parent, self.hashes, self.owner = parent, hashes, owner
+    def __init__(self) -> None:
+        self.parent: Any = None
+        self.hashes: Sequence[Any] = ()
+        self.owner = NOBODY
+        self.first: tuple[int, ...] = ()
+        self.spans: tuple[KeySpan, ...] = ()
         self.places = 0
         """Bit `component * len(Tier) + tier` for each place."""
 
@@ -84,7 +91,7 @@ class RouterEvents(LedgerExtension):
 
     `groups`: per group of the ledger. `find`: vLLM's request by its id; None: not known. `cleared`: another object each
     time vLLM has cleared its block pool. `is_off`: whether the cache has turned itself off. `convert`: vLLM's hash as
-    events have it. `make`: vLLM's event from its fields.
+    events have it. `make`: vLLM's event from its fields. `num_ahead`: see `Drafts`.
     """
 
     def __init__(
@@ -98,11 +105,13 @@ class RouterEvents(LedgerExtension):
         is_off: Callable[[], object],
         convert: Callable[[Any], Any],
         make: Callable[[Event], Any],
+        num_ahead: int = 0,
         units_per_step: int = UNITS_PER_STEP,
         max_changes: int = MAX_CHANGES,
     ) -> None:
         self._all_groups, self._media, self._hash_block_size = groups, media, hash_block_size
         self._find, self._cleared, self._is_off, self._convert, self._make = find, cleared, is_off, convert, make
+        self._num_ahead = num_ahead
         self._seen = cleared()
         self._units_per_step, self._max_changes = units_per_step, max_changes
         self._units: dict[bytes, _Unit] = {}
@@ -114,7 +123,7 @@ class RouterEvents(LedgerExtension):
         """Units with hashes that changes in the queue may need: those of stores, and those that no tier holds any more.
         Kept until the queue is empty."""
         self._twins: Counter[tuple[int, Any]] = Counter()
-        """By place and hash, the named units of adapters."""
+        """By place and hash, the number of named units, where several may have one hash."""
         self._settled: list[tuple[list[Change], str]] = []
         self._matched: list[tuple[list[Change], str]] = []
         """Units to learn, with the request that has their hashes."""
@@ -250,6 +259,7 @@ class RouterEvents(LedgerExtension):
         if lora is not None or request.cache_salt:
             lora_id, name = (None, None) if lora is None else (lora.lora_int_id, lora.lora_name)
             owner = Owner(lora_id, name, request.cache_salt or None)
+        spans = [_span_of(each) for each in request.mm_features or ()]
         early: list[Change] = []
         for change in changes:
             fresh: list[Named] = []
@@ -263,10 +273,12 @@ class RouterEvents(LedgerExtension):
                     early.append(change)
                     break
                 parent = hashes[first - 1] if first else None
-                if known is None:
-                    self._learned[digest] = _Unit(parent, tuple(found), owner)
-                else:
-                    known.parent, known.hashes, known.owner = parent, tuple(found), owner
+                at, end = unit * self._unit_tokens, (unit + 1) * self._unit_tokens
+                told = self._learned.setdefault(digest, _Unit()) if known is None else known
+                told.parent, told.hashes, told.owner = parent, tuple(found), owner
+                told.first = tuple(request.all_token_ids[at : at + self._num_ahead])
+                told.spans = tuple([span for span in spans if span.start < end and span.stop > at])
+                if known is not None:
                     self._num_unnamed -= 1
                     fresh.append((unit, digest, known))
             for place in _places(fresh):
@@ -284,7 +296,10 @@ class RouterEvents(LedgerExtension):
             found = self._units.get(digest)
             if found is None:
                 known = self._learned.get(digest)
-                found = _Unit(None, (), NOBODY) if known is None else _Unit(known.parent, known.hashes, known.owner)
+                found = _Unit()
+                if known is not None:
+                    found.parent, found.hashes, found.owner = known.parent, known.hashes, known.owner
+                    found.first, found.spans = known.first, known.spans
                 self._units[digest] = found
                 self._num_unnamed += not found.hashes
             found.places |= 1 << place
@@ -299,7 +314,7 @@ class RouterEvents(LedgerExtension):
         stretch: list[Named] = []
         for one in named:
             unit, _, found = one
-            if found.owner.lora_name is not None:
+            if self._may_have_twins(found):
                 self._twins[place, found.hashes[-1]] += 1
                 if self._twins[place, found.hashes[-1]] > 1:
                     continue
@@ -316,10 +331,12 @@ class RouterEvents(LedgerExtension):
         (start, _, first), stop, size = stretch[0], stretch[-1][0] + 1, self._unit_tokens
         parent = None if first.parent is None else self._convert(first.parent)
         token_ids = token_ids_of(change, size, start, stop)
+        token_ids = [*first.first, *token_ids[: len(token_ids) - self._num_ahead]]
+        spans = list(dict.fromkeys([span for _, _, found in stretch for span in found.spans]))
         for group in self._groups[component]:
             hashes = [one for _, _, found in stretch for one in self._hashes(found, group)]
             starts = range(start * size, stop * size, group.block_size)
-            extra_keys = extra_keys_of(change.spans, starts, first.owner, _identifier)
+            extra_keys = extra_keys_of(spans, starts, first.owner, lambda span: span.digest.decode())
             events.append(stored_event(group, self._media[tier], hashes, parent, token_ids, first.owner, extra_keys))
 
     def _tell_removed(self, change: Change, events: list[Event]) -> None:
@@ -339,11 +356,14 @@ class RouterEvents(LedgerExtension):
                     self._learned[digest] = found
         self._remove(gone, place, events)
 
+    def _may_have_twins(self, found: _Unit) -> bool:
+        return found.owner.lora_name is not None or self._num_ahead > 0
+
     def _is_gone(self, found: _Unit, place: int) -> bool:
         """Whether a router has to hear that a place has lost a unit."""
         if not found.hashes:
             return False
-        if found.owner.lora_name is None:
+        if not self._may_have_twins(found):
             return True
         key = place, found.hashes[-1]
         self._twins[key] -= 1
@@ -415,13 +435,14 @@ def _units_of(run: Run, start: int, stop: int) -> list[Change]:
     return [Change.of(Kind.STORED, Tier.HOST, 0, each, first, last) for each, first, last in pieces]
 
 
+def _span_of(feature: Any) -> KeySpan:
+    """The place of a multi-modal input, with vLLM's identifier of it."""
+    start = feature.mm_position.offset
+    return KeySpan(start, start + feature.mm_position.length, feature.identifier.encode())
+
+
 def _places(named: Iterable[Named]) -> list[int]:
     bits = 0
     for _, _, found in named:
         bits |= found.places
     return [place for place in range(bits.bit_length()) if bits >> place & 1]
-
-
-def _identifier(span: KeySpan) -> str:
-    """vLLM's identifier of a multi-modal input: the span has `modality:identifier`."""
-    return span.digest.decode().partition(":")[2]

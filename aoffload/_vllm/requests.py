@@ -106,14 +106,14 @@ def _unknown() -> str:
 
 
 def _spans(features: Any, num_ahead: int) -> tuple[KeySpan, ...]:
-    """The multi-modal inputs of a prefix that begins after `num_ahead` tokens."""
+    """The multi-modal inputs of a prefix that begins after `num_ahead` tokens. The digest of an input that begins
+    before the prefix has that place, too."""
     spans = []
     for feature in features:
-        start, digest = feature.mm_position.offset - num_ahead, f"{feature.modality}:{feature.identifier}".encode()
+        start = feature.mm_position.offset - num_ahead
         stop = start + feature.mm_position.length
-        if start < 0:  # the prefix has only the end of the input, if any of it
-            digest, start, stop = digest + b" from %d" % start, 0, max(1, stop)
-        spans.append(KeySpan(start, stop, digest))
+        digest = f"{feature.modality}{min(start, 0) or ''}:{feature.identifier}".encode()
+        spans.append(KeySpan(max(start, 0), max(stop, 1), digest))
     return tuple(sorted(spans))
 
 

@@ -59,7 +59,7 @@ class SchedulerSide:
         self._clock = clock
         self._config, self._groups, self._num_blocks, self._block_bytes = config, groups, num_blocks, block_bytes
         self.counts = Counts(clock)
-        self._keys = Keys(config.root_namespace, drafts)
+        self.drafts, self._keys = drafts, Keys(config.root_namespace, drafts)
         has_lower = config.disk is not None or config.remote is not None
         self._competes = has_lower or config.load_choice != "always"
         """Whether computing competes with copies."""
@@ -100,7 +100,7 @@ class SchedulerSide:
             extensions=extensions,
         )
         self._unit = self.ledger.layout.unit_tokens
-        self._least_hit = self._unit + 1 if self._keys.drafts.are_dropped else 1
+        self._least_hit = self._unit + 1 if self.drafts.are_dropped else 1
         """Hits of fewer tokens are not loaded."""
         self._is_plain = not self.ledger.layout.windows and self._config.store_policy == "eager"
         """Whether the last offer of a request adds nothing: there are no windows, and the policy counts nothing."""

@@ -60,6 +60,8 @@ class Prompt:
         self.weights = None if adapter is None else adapter[1]
         self.lora_request = None if adapter is None else SimpleNamespace(lora_int_id=7, lora_name=adapter[0])
         self.spans = [] if image is None else [KeySpan(5, 9, f"image:{image}".encode())]
+        place = SimpleNamespace(offset=5, length=4)
+        self.mm_features = [] if image is None else [SimpleNamespace(mm_position=place, identifier=image)]
 
     @property
     def root(self) -> Root:

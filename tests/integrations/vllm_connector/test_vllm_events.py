@@ -10,13 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_doubles import BLOCK, TEXT, Request, lora
+from engine_doubles import BLOCK, TEXT, Request, feature, lora
 from small_engine import SmallEngine
 from test_vllm_disk import disk as disk  # a fixture
 from test_vllm_disk import only_on_disk, settle
 from test_vllm_remote import filled as filled
 from test_vllm_remote import remote as remote
 from test_vllm_remote import store as store
+from vllm_configs import eagle
 from vllm_doubles import vllm_importable
 
 from aoffload import ConfigError, Tier
@@ -229,3 +230,40 @@ def test_vllm_decodes_what_the_connector_makes(disk: Callable[..., SmallEngine],
     again = msgspec.msgpack.Decoder(KVEventBatch).decode(msgspec.msgpack.Encoder().encode(batch))
     assert again == batch
     assert {type(event) for event in again.events} == {BlockStored, BlockRemoved}
+
+
+# -- drafts ----------------------------------------------------------------------------------------------------------
+
+
+def test_events_with_drafts_have_the_tokens_of_vllms_blocks(engines: Callable[..., SmallEngine]) -> None:
+    """The index identifies a block by the token after it. Routers get the block's own tokens, hash and images."""
+    engine = engines(has_events=True, drafts=eagle())
+    cat = feature(5, 4, "cat")
+    request = Request("first", TEXT, mm_features=[feature(0, 2, "dog"), cat])
+    engine.run(request)
+    stored = [event for event in told(engine) if event.medium == "CPU"]
+    assert [one for event in stored for one in event.block_hashes] == [convert(one) for one in request.block_hashes[:7]]
+    assert [token for event in stored for token in event.token_ids] == TEXT[: 7 * BLOCK]
+    keys = [each for event in stored for each in event.extra_keys or [None] * len(event.block_hashes)]
+    assert keys[:4] == [[["dog", 0]], [["cat", 1]], [["cat", -3]], None]
+
+
+def test_two_blocks_of_one_hash_are_one_for_a_router(engines: Callable[..., SmallEngine]) -> None:
+    """Prompts that part at the end of a block have two copies of it in host memory, and vLLM one hash. The router hears
+    of it once, and loses it when the last copy goes."""
+    engine = engines(has_events=True, drafts=eagle(), num_host_blocks=12, num_blocks=60)
+    shared = TEXT[: 4 * BLOCK]
+    for name in "ab":
+        engine.run(Request(name, [*shared, *(ord(name) for _ in range(9))]))
+        engine.manager.evict_all()
+    events = told(engine)
+    for number in range(3):
+        engine.manager.evict_all()
+        engine.run(Request(f"other {number}", [number + 7] * (4 * BLOCK + 1)))
+        events += told(engine)
+        counted = Counter[Any]()
+        for event in events:
+            for one in event.block_hashes if event.medium == "CPU" else ():
+                counted[one] += 1 if type(event).__name__ == "BlockStored" else -1
+        assert set(counted.values()) <= {0, 1}
+    assert sum(counted.values()) <= engine.connector.ledger.statistics().host.num_cached
