@@ -45,6 +45,8 @@ class PendingFrees:
     clock: Callable[[], float]
     _step: int = attrs.field(default=0, init=False)
     """The step in which vLLM has asked last."""
+    waits_in: int = attrs.field(default=-1, init=False)
+    """The last step in which vLLM was told to wait."""
     _since: tuple[int, float] | None = attrs.field(default=None, init=False)
     """The step and the time at which vLLM began to wait. None: it does not wait."""
     _last_vain: int = attrs.field(default=0, init=False)
@@ -61,6 +63,7 @@ class PendingFrees:
         now = self.clock()
         first_step, since = self._since = self._since or (step, now)
         if now - since <= WAIT_S or step - first_step < MIN_STEPS:
+            self.waits_in = step
             return True
         self._last_vain, self._since = self.ledger.jobs.last_id, None
         return False

@@ -132,6 +132,8 @@ class SchedulerSide:
 
     def match(self, request: Any, num_local: int) -> int | None:
         """Number of tokens to load after the first `num_local`. None: ask again in the next step."""
+        if self._frees.waits_in == self._num_steps:
+            return None  # a running request waits for the blocks that this one would take
         if request.lora_request is not None:
             self.adapters.see(request.lora_request)
         found = self.requests.get(request.request_id)

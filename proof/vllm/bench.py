@@ -82,11 +82,19 @@ class Scenario:
     """Belongs to the short form."""
 
 
-def run_part(config: Mapping[str, Any], scenarios: Sequence[Scenario], talks: Talks = Talks(), **options: Any) -> None:
-    """The process of a part: run its scenarios in turn, and write the rows after each."""
+def run_part(
+    config: Mapping[str, Any],
+    scenarios: Sequence[Scenario],
+    talks: Talks = Talks(),
+    *,
+    folder: str = "",
+    **options: Any,
+) -> None:
+    """The process of a part: run its scenarios in turn, and write the rows after each. `folder`: of the model, if there
+    is another one of its type."""
     given = _given()
     rows: list[Row] = []
-    bench = Bench(build(dict(config), OUT / str(config["model_type"])), options, talks)
+    bench = Bench(build(dict(config), OUT / (folder or str(config["model_type"]))), options, talks)
     chosen = [each for each in scenarios if (each.is_short or not given.short) and given.only in each.name]
     for scenario in (Scenario("reference", Bench.hold_reference), *chosen):
         rows.append(_row(scenario, bench))
