@@ -67,6 +67,14 @@ VLLM_FREES_MUTANTS = (
         test=f"{TESTS}test_a_stalled_link_is_not_waited_for",
     ),
     Mutant(
+        "vLLM frees: a new request takes the blocks",
+        "aoffload._vllm.scheduler",
+        "        if self._frees.waits_in == self._num_steps:\n            return None",
+        "        if self._frees.waits_in == self._num_steps:\n            pass",
+        "the blocks that come back are for the request that waits",
+        test=f"{TESTS}test_nobody_takes_the_blocks_that_a_request_waits_for",
+    ),
+    Mutant(
         "vLLM frees: asked behind an error",
         GUARD,
         "                return self.half.frees_soon()\n"

@@ -1,18 +1,19 @@
 """Whether vLLM should wait for copies that hold freed blocks, instead of preempting a request.
 
-A store holds the blocks that it reads. If their request ends or is preempted meanwhile, vLLM gets these blocks back only
-when the copy ends. Until then the pool looks fuller than it is, so a running request may find no block. vLLM then asks
-`has_pending_block_frees`. The answer True ends the scheduling of running requests for this step; False preempts one of
-them, which computes or loads its KV again later.
+A store holds the blocks that it reads. If their request ends or is preempted meanwhile, vLLM gets these blocks back
+only when the copy ends. Until then the pool looks fuller than it is, so a running request may find no block. vLLM then
+asks `has_pending_block_frees`. After the answer True, the request waits for the next step, and so do the running
+requests after it. After False, vLLM preempts a request, which later computes or loads its KV again.
 
-Waiting is worth it if a copy that was launched holds a block that nobody else refers to. It must not last:
+A wait is worth it if a copy that was launched holds a block that nobody else refers to. It must not last:
 
 - A copy that hangs frees nothing. So vLLM waits for `WAIT_S`, and then never waits again for a copy that was planned by
   then. It does not wait at all for a copy on a stalled link.
-- Other requests may take each block that comes back. Their copies do not make a wait longer, for the same reason.
+- A new request would take the blocks that come back. So none is matched in a step in which a running request waits. By
+  itself, vLLM does the same in a step in which it preempts.
 
-vLLM runs steps while a request waits, also steps that compute nothing. Each of them starts the copies that were launched
-for it, and brings the reports of those that have ended. So a wait needs no other event to end.
+vLLM runs steps while requests wait, also steps that compute nothing. Each of them starts the copies that were launched
+for it, and brings the reports of those that have ended. So no other event is needed to end a wait.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ SMALL_POOL = 70
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 """With a vocabulary of 512 tokens, nearly every token has occurred before: in most steps there is a draft."""
 MOST_APART = 1e-3
-"""Most by which elements of KV may differ between batches of other sizes. KV of another token differs by 0.1 and more."""
+"""Most by which elements of KV may differ between batches of other sizes. KV of another token differs by 0.1 or more."""
 
 
 def ngram(bench: Bench) -> Row:

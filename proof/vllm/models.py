@@ -18,9 +18,9 @@ DENSE = {
 }  # fmt: skip
 LARGER = DENSE | {
     "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "num_key_value_heads": 8,
 }  # fmt: skip
-"""Five million weights. A token costs about ten million operations, and its KV has 6 KiB."""
+"""Five million weights. A token costs about ten million operations, and its KV has 12 KiB."""
 HYBRID = {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,

@@ -1,7 +1,7 @@
 """A storm: many requests in a pool so small that they preempt each other while their stores are under way.
 
-Most requests are over after a few tokens, before their stores are. The others generate many tokens, so each of them asks
-for a block now and then, which it finds held by a store.
+Some requests are over after a few tokens, before their stores are. The others generate many tokens, so each of them
+asks for a block now and then, while stores hold blocks of requests that are over.
 """
 
 from __future__ import annotations

@@ -82,6 +82,16 @@ def test_a_store_that_ends_soon_is_waited_for(engines: Callable[..., SmallEngine
     assert engine.num_preemptions == 0 and held(engine) == 0
 
 
+def test_nobody_takes_the_blocks_that_a_request_waits_for(engines: Callable[..., SmallEngine]) -> None:
+    """A new request is not matched in a step in which a running one waits."""
+    engine, plans, _ = full(engines)
+    other = Request("other", range(50, 53))
+    assert asks(engine) and engine.connector.get_num_new_matched_tokens(other, 0) == (None, False)
+    engine.workers[0].start(plans)
+    engine.run(other)
+    assert engine.num_preemptions == 0
+
+
 def test_a_store_that_hangs_is_waited_for_once(engines: Callable[..., SmallEngine]) -> None:
     """For a while. Then vLLM preempts, and never waits for that copy again, so requests go on in the blocks that are
     left."""
@@ -203,7 +213,7 @@ def test_an_error_means_that_nothing_is_waited_for(
 
 def test_a_store_that_fails_ends_a_wait(engines: Callable[..., SmallEngine]) -> None:
     """Its blocks come back as well."""
-    engine, plans, request = full(engines)
+    engine, plans, _ = full(engines)
     for plan in plans:
         engine.workers[0].copies.end(Completion(plan.job_id, Outcome.FAILED))
     engine.run()
