@@ -16,7 +16,7 @@ from .bench import Bench, Scenario, run_part
 from .engines import Engine
 from .models import DENSE
 from .rows import Row
-from .storm import storm
+from .storm import storm, stuck
 from .transfers import OURS, PEER
 
 __all__ = ["SCENARIOS"]
@@ -25,7 +25,7 @@ SMALL_POOL = 70
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 """With a vocabulary of 512 tokens, nearly every token has occurred before: in most steps there is a draft."""
 MOST_APART = 1e-3
-"""Most by which elements of KV may differ between batches of other sizes. KV of another token differs by 0.1 or more."""
+"""Most by which elements of KV may differ between batches of other sizes. KV of another token differs by 0.1."""
 
 
 def ngram(bench: Bench) -> Row:
@@ -122,6 +122,7 @@ SCENARIOS = (
     Scenario("multi, ours first", partial(multi, order="ours first"), is_short=True),
     Scenario("multi, the peer first", partial(multi, order="the peer first")),
     Scenario("storm", storm),
+    Scenario("stuck", stuck),
 )
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ A store reads its blocks when it ends. So if anybody reuses the blocks before th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 
@@ -16,7 +16,7 @@ from aoffload.transport import Fence
 from .one_thread import WaitingTransport
 from .peer import Copies, CPUPeer
 
-__all__ = ["NUM_STEPS", "SlowOurs", "SlowPeer"]
+__all__ = ["NUM_STEPS", "SlowOurs", "SlowPeer", "StuckOurs"]
 
 NUM_STEPS = 8
 """Steps of the engine from the one that begins a store to the one that ends it."""
@@ -25,14 +25,14 @@ NUM_STEPS = 8
 class SlowTransport(WaitingTransport):
     """Copies in the calling thread. Stores wait for their step."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._step = 0
+    def __init__(self, regions: Any, num_steps: int) -> None:
+        super().__init__(regions)
+        self._step, self._num_steps = 0, num_steps
         self._late: list[tuple[int, TransferPlan]] = []
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
         if plan.direction is Direction.STORE:
-            self._late.append((self._step + NUM_STEPS, plan))
+            self._late.append((self._step + self._num_steps, plan))
         else:
             super().launch(plan, after)
 
@@ -46,14 +46,21 @@ class SlowTransport(WaitingTransport):
 
 class SlowOurs(AoffloadConnector):  # type: ignore[misc]
     transport: SlowTransport
+    num_steps: ClassVar[int] = NUM_STEPS
 
     def make_transport(self, regions: Any) -> SlowTransport:
-        self.transport = SlowTransport(regions)
+        self.transport = SlowTransport(regions, self.num_steps)
         return self.transport
 
     def wait_for_save(self) -> None:
         self.transport.end_step()
         super().wait_for_save()
+
+
+class StuckOurs(SlowOurs):
+    """No store ever ends."""
+
+    num_steps = 10**9
 
 
 @attrs.define(eq=False)

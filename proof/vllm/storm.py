@@ -17,7 +17,7 @@ from .rows import Row
 from .slow_stores import NUM_STEPS
 from .transfers import ours, peer
 
-__all__ = ["storm"]
+__all__ = ["storm", "stuck"]
 
 POOL, MOST_RUNNING, MOST_TOKENS = 30, 16, 512
 NUM_STORMS, NUM_REQUESTS = 2, 60
@@ -25,6 +25,7 @@ SHARE_SHORT = 0.5
 SLOW_OURS, SLOW_PEER = ours("SlowOurs", "proof.vllm.slow_stores"), peer("SlowPeer", "proof.vllm.slow_stores")
 
 
+STUCK = ours("StuckOurs", "proof.vllm.slow_stores", store_timeout_s=1)
 _HOW: Mapping[str, tuple[int, Mapping[str, Any] | None]] = {
     "in a large pool": (LARGE_POOL, None), "without": (POOL, None), "the peer": (POOL, SLOW_PEER),
     "ours": (POOL, SLOW_OURS),
@@ -34,19 +35,12 @@ _HOW: Mapping[str, tuple[int, Mapping[str, Any] | None]] = {
 def storm(bench: Bench) -> Row:
     """Over some storms together: at most as many preemptions as with vLLM's own connector, and the same outputs as in a
     pool where all fits."""
-    options = {"max_num_seqs": MOST_RUNNING, "max_model_len": MOST_TOKENS}
     ran = {how: Served() for how in _HOW}
     waits: list[bool] = []
     for number in range(NUM_STORMS):
         requests = _requests(number)
         for how, (num_blocks, transfer) in _HOW.items():
-            with bench.engine(num_blocks, transfer, **options) as engine:
-                if transfer is SLOW_OURS:
-                    _note_waits(engine, waits)
-                for name, (prompt, num_new) in requests.items():
-                    engine.submit({name: prompt}, num_new)
-                engine.finish()
-                ran[how] = _both(ran[how], engine.rest())
+            ran[how] = _both(ran[how], _serve(bench, num_blocks, transfer, requests, waits if how == "ours" else []))
     reference, without, theirs, served = ran.values()
     counts = "; ".join(
         f"{how} {each.num_preemptions} preemptions, {each.num_scheduled_tokens:,} tokens computed"
@@ -61,6 +55,32 @@ def storm(bench: Bench) -> Row:
         "" if without.num_preemptions else "nothing is preempted in such a pool",
         "" if any(waits) else "no request has waited for a block",
     )
+
+
+def stuck(bench: Bench) -> Row:
+    """No store ever ends. Requests wait a while for the blocks of the first ones, and then go on without."""
+    requests, waits = _requests(0), list[bool]()
+    reference = _serve(bench, LARGE_POOL, None, requests, [])
+    served = _serve(bench, POOL, STUCK, requests, waits)
+    row = Bench(bench.model, reference=reference).judge(
+        f"a storm of {NUM_REQUESTS} requests, no store ends", served,
+        f"{served.num_preemptions} preemptions, {sum(waits)} steps of waiting",
+    )  # fmt: skip
+    return row.missed("" if any(waits) else "no request has waited for a block")
+
+
+def _serve(
+    bench: Bench, num_blocks: int, transfer: Mapping[str, Any] | None, requests: Mapping[str, tuple[list[int], int]],
+    waits: list[bool],
+) -> Served:  # fmt: skip
+    """Run `requests`. Append what the connector answers to `has_pending_block_frees` to `waits`."""
+    with bench.engine(num_blocks, transfer, max_num_seqs=MOST_RUNNING, max_model_len=MOST_TOKENS) as engine:
+        if engine.connector is not None:
+            _note_waits(engine, waits)
+        for name, (prompt, num_new) in requests.items():
+            engine.submit({name: prompt}, num_new)
+        engine.finish()
+        return engine.rest()
 
 
 def _requests(number: int) -> dict[str, tuple[list[int], int]]:
