@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from .mutants_vllm_copies import VLLM_COPY_MUTANTS
 from .mutants_vllm_events import VLLM_EVENT_MUTANTS
+from .mutants_vllm_frees import VLLM_FREES_MUTANTS
 from .mutants_vllm_rest import VLLM_OTHER_MUTANTS
 from .mutants_vllm_scheduler import VLLM_SCHEDULER_MUTANTS
 from .mutants_vllm_sleep import VLLM_SLEEP_MUTANTS
 
 __all__ = ["VLLM_MUTANTS"]
 
-VLLM_MUTANTS = VLLM_SCHEDULER_MUTANTS + VLLM_COPY_MUTANTS + VLLM_SLEEP_MUTANTS + VLLM_EVENT_MUTANTS + VLLM_OTHER_MUTANTS
+VLLM_MUTANTS = (
+    VLLM_SCHEDULER_MUTANTS + VLLM_COPY_MUTANTS + VLLM_SLEEP_MUTANTS + VLLM_EVENT_MUTANTS + VLLM_FREES_MUTANTS
+    + VLLM_OTHER_MUTANTS
+)  # fmt: skip

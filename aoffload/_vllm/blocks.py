@@ -64,7 +64,7 @@ class EnginePool:
         return found
 
     def is_private(self, block_id: int) -> bool:
-        """Whether only the request that has the block refers to it. Otherwise a copy may still write to it."""
+        """Whether the block has one owner: the request that has it, or the copy that holds it."""
         return bool(self.pool.blocks[block_id].ref_cnt == 1)
 
     @property

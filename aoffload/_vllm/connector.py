@@ -195,6 +195,9 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._deciding.finished(request, block_ids)
         return False, None
 
+    def has_pending_block_frees(self) -> bool:
+        return self._deciding.frees_soon()
+
     def has_pending_push_work(self) -> bool:
         return self._deciding.is_busy or self._has_events()
 

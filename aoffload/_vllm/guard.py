@@ -98,6 +98,14 @@ class Guard:
                 self._turn_off(error)
         self.half.forget(request.request_id)
 
+    def frees_soon(self) -> bool:
+        if not self.off_reason:
+            try:
+                return self.half.frees_soon()
+            except Exception as error:  # noqa: BLE001
+                self._turn_off(error)
+        return False
+
     def reset(self) -> None:
         if not self.off_reason:
             try:

@@ -34,6 +34,7 @@ from .blocks import BlockTable, EnginePool
 from .computing import Computing
 from .counts import Counts
 from .drafts import NO_DRAFTS, Drafts
+from .frees import PendingFrees
 from .groups import CachedGroups
 from .lower import Lower
 from .messages import NOTHING, AdapterUse, Commands, FirstForward, LoadReport, Outbox, Reports, TieredOutbox
@@ -83,6 +84,7 @@ class SchedulerSide:
         """By job, the adapter weights for which its copy was planned. An entry leaves with a step or is dropped."""
         self._forwards: list[FirstForward] = []
         """The comparisons of weights that the workers make in this step."""
+        self._num_steps = 0
 
     def bind(self, kv_cache_manager: Any, extensions: Iterable[LedgerExtension] = ()) -> None:
         """vLLM's block pool and prefix cache exist now: begin."""
@@ -112,6 +114,7 @@ class SchedulerSide:
             block_bytes=self._block_bytes,
             observer=self.counts,
         )
+        self._frees = PendingFrees(self.ledger, self._queue, self._pool, self._clock)
         if self._config.load_choice != "always":
             self.steps.costs = LoadCosts(self.ledger, self._queue, self.steps.speed, self.counts.load_declined)
         if isinstance(self._outbox, TieredOutbox):
@@ -139,6 +142,8 @@ class SchedulerSide:
 
     def match(self, request: Any, num_local: int) -> int | None:
         """Number of tokens to load after the first `num_local`. None: ask again in the next step."""
+        if self._frees.waits_in == self._num_steps:
+            return None  # a running request waits for the blocks that this one would take
         if request.lora_request is not None:
             self.adapters.see(request.lora_request)
         found = self.requests.get(request.request_id)
@@ -218,6 +223,7 @@ class SchedulerSide:
 
     def step(self, output: Any) -> Commands:
         """The commands for the workers in the step `output`."""
+        self._num_steps += 1
         for request_id in output.preempted_req_ids or ():
             found = self.requests.get(request_id)
             if found is not None and not found.has_asked_again:
@@ -427,6 +433,10 @@ class SchedulerSide:
         jobs = self.ledger.jobs.unsettled
         is_waiting = bool(self._reports or jobs or self.ledger.deferred_requests) or not self._outbox.is_empty
         return is_waiting or (self.lower is not None and self.lower.is_busy)
+
+    def frees_soon(self) -> bool:
+        """Whether vLLM should wait for blocks that copies hold, instead of preempting a request."""
+        return self._frees.are_near(self._num_steps)
 
     # -- after an error -------------------------------------------------------------------------------------------
 

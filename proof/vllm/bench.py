@@ -82,9 +82,18 @@ class Scenario:
     """Belongs to the short form."""
 
 
-def run_part(config: Mapping[str, Any], scenarios: Sequence[Scenario], talks: Talks = Talks(), **options: Any) -> None:
-    """The process of a part: run its scenarios in turn with a model of `config`, and write the rows after each."""
-    run_model(build(dict(config), OUT / str(config["model_type"])), scenarios, talks, **options)
+def run_part(
+    config: Mapping[str, Any],
+    scenarios: Sequence[Scenario],
+    talks: Talks = Talks(),
+    *,
+    folder: str = "",
+    **options: Any,
+) -> None:
+    """The process of a part: run its scenarios in turn with a model of `config`, and write the rows after each.
+    `folder`: of the model, if there is another one of its type."""
+    model = build(dict(config), OUT / (folder or str(config["model_type"])))
+    run_model(model, scenarios, talks, **options)
 
 
 def run_model(model: Path, scenarios: Sequence[Scenario], talks: Talks = Talks(), **options: Any) -> None:

@@ -10,14 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-import numpy as np
-from numpy.typing import NDArray
-
-from aoffload import Tier
-from aoffload.ledger import Prefix
-
 from .bench import Bench, Scenario
 from .engines import BLOCK_SIZE, Engine, Served
+from .host_memory import Blocks, host_blocks, num_different
 from .one_rank import ours, without
 from .prompts import words
 from .rows import Row
@@ -25,7 +20,6 @@ from .transfers import OURS, PEER
 
 __all__ = ["NUM_DRAFTS", "STEP_TOKENS", "draft_scenarios"]
 
-Numbers = NDArray[np.float32]
 POOL = 90
 NUM_DRAFTS = 3
 STEP_TOKENS = 1024
@@ -33,8 +27,6 @@ STEP_TOKENS = 1024
 the prompt in place of the next one, and never computes that KV again."""
 LEAST_ACCEPTED = 0.3
 """Share of the drafts. A head that is never right would show nothing."""
-MOST_APART = 1e-3
-"""Numbers of equal KV may differ by that much, since batches of other sizes add in another order."""
 SHARED = 6 * BLOCK_SIZE
 NUM_PARTING, NUM_OWN = 6, 90
 FILLERS = {f"filler{number}": words(f"filler {number}", 1000) for number in range(3)}
@@ -48,12 +40,12 @@ def accepted(bench: Bench, model: str) -> Row:
         computed = _alone(engine, bench.prompts)
     with bench.engine(POOL, OURS) as engine:
         served = _alone(engine, bench.prompts)
-        held = _held_rows(engine, bench.turn(bench.talks.num_turns - 1))
+        held = host_blocks(engine)
     num_accepted = sum(served.num_accepted.values())
     num_wanted = sum(computed.num_accepted.values())
     found = f"{num_accepted} of {served.num_drafted} drafts accepted, {num_wanted} without caches; "
     different = [name for name, number in computed.num_accepted.items() if served.num_accepted.get(name) != number]
-    num_wrong, compared = _wrong_rows(bench, held)
+    num_wrong, compared = _num_wrong(bench, held, _texts(served, bench.turn(bench.talks.num_turns - 1)))
     row = bench.judge(f"{model}drafts accepted, beside an engine without caches", served, found + compared)
     return row.missed(
         "" if not num_wrong else "wrong bytes",
@@ -89,8 +81,8 @@ def parting(bench: Bench, model: str) -> Row:
         reference = _one_by_one(engine, prompts)
     with bench.engine(POOL, OURS) as engine:
         served = _one_by_one(engine, prompts)
-        held = _held_rows(engine, prompts)
-    num_wrong, compared = _wrong_rows(bench, held)
+        held = host_blocks(engine)
+    num_wrong, compared = _num_wrong(bench, held, _texts(served, prompts))
     row = Bench(bench.model, reference=reference).judge(
         f"{model}prompts that part at the end of a block", served, compared
     )
@@ -112,51 +104,27 @@ def _one_by_one(engine: Engine, prompts: Mapping[str, Sequence[int]]) -> Served:
     return served
 
 
-def _held_rows(engine: Engine, prompts: Mapping[str, Sequence[int]]) -> list[tuple[list[int], list[Numbers]]]:
-    """Each of `prompts` with its answer, and the blocks of it in host memory."""
-    texts = [[*prompt, *engine.served.answers[name].tokens] for name, prompt in prompts.items()]
-    return [(text, _host_rows(engine, text)) for text in texts]
+def _texts(served: Served, prompts: Mapping[str, Sequence[int]]) -> list[list[int]]:
+    """Each of `prompts` with its answer."""
+    return [[*prompt, *served.answers[name].tokens] for name, prompt in prompts.items()]
 
 
-def _wrong_rows(bench: Bench, held: Sequence[tuple[list[int], list[Numbers]]]) -> tuple[int, str]:
-    """The number of blocks with other bytes than an engine computes that has nothing of their text in any cache."""
+def _num_wrong(bench: Bench, held: Blocks, texts: Sequence[Sequence[int]]) -> tuple[int, str]:
+    """The number of blocks of these texts with other bytes than an engine computes that has nothing of the text in any
+    cache."""
     num_wrong = num_blocks = 0
     with bench.engine(POOL, OURS) as engine:
-        for number, (text, rows) in enumerate(held):
+        for number, text in enumerate(texts):
             engine.engine.reset_prefix_cache(reset_connector=True)
             engine.serve({f"text{number}": text}, 1)
             engine.rest()
-            right = _host_rows(engine, text)
-            num_blocks += len(rows)
-            num_wrong += sum(
-                at >= len(right) or not np.allclose(each, right[at], rtol=0, atol=MOST_APART)
-                for at, each in enumerate(rows)
-            )
+            right = host_blocks(engine)
+            found = {tokens: held[tokens] for tokens in right if tokens in held}
+            num_blocks += len(found)
+            num_wrong += num_different(found, right)
     if not num_blocks:
         raise RuntimeError("host memory has no block of any text")
     return num_wrong, f"{num_wrong} of {num_blocks} blocks in host memory have other bytes than their tokens'"
-
-
-def _host_rows(engine: Engine, text: Sequence[int]) -> list[Numbers]:
-    """The bytes that host memory has for the blocks of `text`, as numbers, block by block."""
-    ledger, keys = engine.connector.ledger, engine.connector._deciding.half._keys
-    prefix: Prefix = keys.prefix_of(_Text(text))
-    sequence, rows = ledger.sequence_of(prefix), engine.worker_connector._worker._transport.backend._host
-    found: list[Numbers] = []
-    for run, agreed in ledger.cache.index.walk(sequence, prefix.num_tokens // BLOCK_SIZE):
-        part = run.parts[Tier.HOST]
-        found += [rows[block_id].view(np.float32).copy() for block_id in part.ids(run.start, min(agreed, part.stop))]
-    return found
-
-
-class _Text:
-    """A request of vLLM, as far as its key is concerned."""
-
-    prompt_embeds = lora_request = cache_salt = None
-    resumable, mm_features = False, ()
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self.all_token_ids, self.num_tokens = list(token_ids), len(token_ids)
 
 
 def draft_scenarios(model: str) -> tuple[Scenario, ...]:

@@ -194,7 +194,8 @@ class Engine:
         """Step until nothing is under way any more, and say what is left."""
         self._step_while(self.scheduler.has_requests)
         self.served.num_free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        self.served.problems = tuple(_problems(self.connector))
+        connectors = getattr(self.connector, "sub_connectors", [self.connector])
+        self.served.problems = tuple(problem for each in connectors for problem in _problems(each))
         self.served.took_s = time.monotonic() - self._began_s
         return self.served
 

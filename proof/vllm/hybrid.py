@@ -17,16 +17,16 @@ SMALL_POOL = 110
 NAME = "hybrid: "
 
 
-def all_fail(bench: Bench) -> Row:
-    return _faulty(bench, "AllFail", "hybrid: every load fails")
+def all_fail(bench: Bench, model: str = NAME, num_blocks: int = SMALL_POOL) -> Row:
+    return _faulty(bench, "AllFail", f"{model}every load fails", num_blocks)
 
 
 def half_fail(bench: Bench) -> Row:
     return _faulty(bench, "HalfFail", "hybrid: every load fails half-way")
 
 
-def _faulty(bench: Bench, name: str, about: str) -> Row:
-    with bench.engine(SMALL_POOL, faulty(name)) as engine:
+def _faulty(bench: Bench, name: str, about: str, num_blocks: int = SMALL_POOL) -> Row:
+    with bench.engine(num_blocks, faulty(name)) as engine:
         served, transport = bench.talk(engine), engine.worker_connector.transport
     row = bench.judge(about, served, f"{transport.num_failed_loads} loads failed")
     return row.missed("" if transport.num_failed_loads else "nothing was loaded")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DENSE", "GPT_OSS", "HYBRID", "LATENTS", "build", "draw", "save"]
+__all__ = ["DENSE", "GPT_OSS", "HYBRID", "LARGER", "LATENTS", "LLAMA4", "build", "draw", "save"]
 
 SPREAD = 0.08
 """Standard deviation of the weights. With those of `load_format="dummy"` outputs would hardly depend on KV."""
@@ -16,6 +16,11 @@ DENSE = {
     "max_position_embeddings": 4096, "torch_dtype": "float32", "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+LARGER = DENSE | {
+    "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+"""Five million weights. A token costs about ten million operations, and its KV has 12 KiB."""
 HYBRID = {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
@@ -37,6 +42,19 @@ GPT_OSS = {
 }  # fmt: skip
 """Layers with a window of four blocks alternate with layers that attend to everything. Every head has an attention
 sink. The experts have plain weights, not MXFP4."""
+
+LLAMA4 = {
+    "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "hidden_size": 64, "intermediate_size": 64,
+    "intermediate_size_mlp": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "vocab_size": 512, "max_position_embeddings": 4096, "torch_dtype": "float32", "rms_norm_eps": 1e-5,
+    "attention_chunk_size": 128, "no_rope_layers": [1, 1, 1, 0], "num_local_experts": 4, "num_experts_per_tok": 1,
+    "layer_types": [*["chunked_attention"] * 3, "full_attention"], "interleave_moe_layer_step": 2, "use_qk_norm": True,
+    "attn_temperature_tuning": True, "floor_scale": 128, "attn_scale": 0.1, "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+"""Three layers that attend to chunks of four blocks, and one without positions that attends to everything. Experts in
+every second layer."""
 
 LATENTS = {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 64,

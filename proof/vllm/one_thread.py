@@ -13,10 +13,10 @@ from aoffload.integrations.vllm import AoffloadConnector
 from aoffload.ledger import Completion, TransferPlan
 from aoffload.transport import Env, Fence, LocalTransport
 
-__all__ = ["InOneThread"]
+__all__ = ["InOneThread", "WaitingTransport"]
 
 
-class _Waiting(LocalTransport):
+class WaitingTransport(LocalTransport):
     """A launch returns when its copy is over."""
 
     def open(self, num_host_blocks: int, *, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
@@ -35,4 +35,4 @@ class _Waiting(LocalTransport):
 
 class InOneThread(AoffloadConnector):  # type: ignore[misc]
     def make_transport(self, regions: Any) -> LocalTransport:
-        return _Waiting(regions)
+        return WaitingTransport(regions)

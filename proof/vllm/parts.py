@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 __all__ = ["PARTS", "TOTAL_S", "Part"]
 
-TOTAL_S = 1080.0
-"""Eighteen minutes."""
+TOTAL_S = 1560.0
+"""Twenty-six minutes."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ PARTS = (
     Part("one_rank", "one rank, a model with full attention", 145, is_short=True),
     Part("hybrid", "one rank, a model with a window in one of its layers", 80, is_short=True),
     Part("gpt_oss", "one rank, gpt-oss: windows, attention sinks, experts", 60, is_short=True),
+    Part("llama4", "one rank, Llama 4: attention to chunks, experts", 50, is_short=True),
+    Part("beside", "one rank: n-gram drafts, MultiConnector, preemptions", 140, is_short=True),
     Part("adapters", "one rank, LoRA adapters that are trained again", 120, is_short=True),
     Part("eagle", "one rank, an EAGLE head", 90, is_short=True),
     Part("mtp", "one rank, a layer for multi-token prediction", 90),
@@ -33,6 +35,7 @@ PARTS = (
     Part("mla", "latents, also on two ranks that share their host memory", 60),
     Part("serving", "the API server over HTTP", 125),
     Part("cost", "what the connector costs the scheduler", 90),
+    Part("throughput", "what stores cost where nothing hits", 100),
     Part("upstream_tests", "vLLM's own tests of such a connector", 120),
     Part("connector_tests", "the connector's tests over vLLM's classes", 60, is_short=True),
 )

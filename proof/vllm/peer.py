@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.simple_cpu_offload_connector import SimpleCPUOffloadConnector
 from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 
-__all__ = ["CPUPeer"]
+__all__ = ["CPUPeer", "Copies"]
 
 
 class _Over:
@@ -37,7 +37,7 @@ class _Stream:
         return 0, 0
 
 
-class _Copies(SimpleCPUOffloadWorker):
+class Copies(SimpleCPUOffloadWorker):
     """Copies in the calling thread."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -59,8 +59,11 @@ class _Copies(SimpleCPUOffloadWorker):
     def wait_for_save(self) -> None:
         found = self._connector_metadata
         if found is not None and found.store_gpu_blocks:
-            _copy(self.gpu_kv_caches, found.store_gpu_blocks, self.cpu_kv_caches, found.store_cpu_blocks)
+            self.store(found.store_gpu_blocks, found.store_cpu_blocks)
             self._store_events.append((found.store_event, _Over()))
+
+    def store(self, device_ids: list[int], host_ids: list[int]) -> None:
+        _copy(self.gpu_kv_caches, device_ids, self.cpu_kv_caches, host_ids)
 
 
 def _copy(source: Any, source_ids: list[int], destination: Any, destination_ids: list[int]) -> None:
@@ -70,10 +73,10 @@ def _copy(source: Any, source_ids: list[int], destination: Any, destination_ids:
 
 
 class CPUPeer(SimpleCPUOffloadConnector):
-    instances: ClassVar[list[CPUPeer]] = []
+    copies_class: ClassVar[type[Copies]] = Copies
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         worker = self.worker_handler
         if worker is not None:
-            self.worker_handler = _Copies(vllm_config, kv_cache_config, worker.cpu_capacity_bytes)
+            self.worker_handler = self.copies_class(vllm_config, kv_cache_config, worker.cpu_capacity_bytes)

@@ -94,7 +94,8 @@ class SmallEngine:
         self.preempted: set[str] = set()
         """Since the last step was told of."""
         self.has_preempted = False
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_waits = 0
+        """`num_waits`: steps in which a request was not preempted, because copies give blocks back."""
         self.alter: Callable[[Commands], Commands] = lambda commands: commands
         """What a test makes of the commands on their way to the workers."""
         self.worker_outputs: list[Any] = []
@@ -124,14 +125,16 @@ class SmallEngine:
 
     def step(self) -> None:
         """One step of everything that is ready. A request that has computed and generated all is finished."""
-        ready = []
+        ready, num_waits = [], self.num_waits
         for request in tuple(self.running):
             if request in self.running and self._has_room(request):
                 ready.append(request)
+            if self.num_waits > num_waits:
+                break
         if not self.has_preempted:
             ready += [request for request in tuple(self.waiting) if self._may_run(request)]
         self.has_preempted = False
-        if not ready and not self.loading:
+        if not ready and not self.loading and self.num_waits == num_waits:
             self._make_room()
         scheduled = {}
         for request in ready:
@@ -159,9 +162,13 @@ class SmallEngine:
         return sum(request.all_token_ids) % (self._num_drafts(request) + 1)
 
     def _has_room(self, request: Request) -> bool:
-        """Give it blocks for what it computes next; the last of those that run lose theirs for that."""
+        """Give it blocks for what it computes next; the last of those that run lose theirs for that, unless copies give
+        some back soon."""
         num_computed = request.num_computed_tokens
         while not self.manager.grow(request, num_computed, num_computed + self._num_next(request)):
+            if self.connector.has_pending_block_frees():
+                self.num_waits += 1
+                return False
             victim = self.running[-1]
             self.preempt(victim)
             self.has_preempted = True
