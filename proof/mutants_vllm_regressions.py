@@ -197,8 +197,8 @@ VLLM_REGRESSION_MUTANTS = (
     Mutant(
         "vLLM: sleeps under copies",
         REFUSALS,
-        "enable_sleep_mode and not _tells_of_sleep()",
-        "enable_sleep_mode and _tells_of_sleep()",
+        "enable_sleep_mode and not tells_of_sleep()",
+        "enable_sleep_mode and tells_of_sleep()",
         _EARLY,
         test=f"{PLUGIN}test_sleep_mode_takes_a_vllm_that_tells_of_it",
     ),

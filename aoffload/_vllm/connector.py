@@ -7,18 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import vllm
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from aoffload import HostCache, KVRegion
 
@@ -26,6 +14,21 @@ from ..transport import LocalTransport, Transport
 from .blocks import block_bytes_of, placements_of
 from .groups import CachedGroups
 from .guard import Guard
+from .internals import (
+    CacheHitSource,
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+    VllmConfig,
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+    untried,
+)
+from .internals import check as check_version
+from .internals import version as vllm_version
 from .messages import NOTHING, Commands, Reports
 from .refusals import check_all
 from .replicas import WorkerReplicas, num_replicas_of
@@ -35,6 +38,8 @@ from .statistics import OffloadMetrics, OffloadStatistics
 from .worker import Identity, WorkerSide, invalid_blocks, lost_requests
 from .worker_adapters import LoadedAdapters, watch
 
+check_version()
+_VLLM = vllm_version()
 _log = logging.getLogger("vllm.aoffload")
 
 
@@ -84,6 +89,8 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             block_bytes = block_bytes_of(placements)
             config = with_a_step_in_flight(config, vllm_config.scheduler_config.max_num_batched_tokens, block_bytes)
             config = with_windows_as_retained(config, extra, vllm_config.cache_config)
+            if about := untried():
+                _log.warning("aoffload: %s", about)
             half = SchedulerSide(
                 config, groups, num_blocks=num_blocks, block_bytes=block_bytes, num_ranks=parallel.world_size,
                 max_loaded_adapters=None if vllm_config.lora_config is None else vllm_config.lora_config.max_cpu_loras,
@@ -246,11 +253,11 @@ def _adapters(vllm_config: VllmConfig, rank: int) -> LoadedAdapters | None:
     cached."""
     if vllm_config.lora_config is None:
         return None
-    from vllm.lora.worker_manager import WorkerLoRAManager
+    from .internals import WorkerLoRAManager
 
     if watch(WorkerLoRAManager):
         return LoadedAdapters(rank, vllm_config.lora_config)
-    _log.warning("aoffload: vLLM %s hides its LoRA adapters: their requests are not cached", vllm.__version__)
+    _log.warning("aoffload: vLLM %s hides its LoRA adapters: their requests are not cached", _VLLM)
     return None
 
 
@@ -261,7 +268,7 @@ def _identity(vllm_config: VllmConfig, kv_cache_config: Any, given: str) -> Iden
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     processors = [getattr(model.multimodal_config, name, None) for name in _PROCESS_INPUTS]
     hashes = model.compute_hash(), vllm_config.attention_config.compute_hash()
-    others = (vllm.__version__, *hashes, specs, *([processors] if any(processors) else ()))
+    others = (_VLLM, *hashes, specs, *([processors] if any(processors) else ()))
     return Identity(given, str(model.model), repr(others))
 
 

@@ -13,6 +13,8 @@ from typing import Any
 from aoffload import KVCacheGroup
 
 from ..errors import ConfigError
+from .internals import tells_of_sleep
+from .internals import version as vllm_version
 from .settings import given_namespace, offload_config
 
 
@@ -74,14 +76,6 @@ def _check_engine(vllm_config: Any) -> None:
     if vllm_config.model_config.is_hybrid:
         problem = "has a recurrent state, which aoffload cannot cache yet"
         raise ConfigError("model", f"{problem}. Start without --kv-transfer-config")
-    if vllm_config.model_config.enable_sleep_mode and not _tells_of_sleep():
-        from vllm import __version__ as version
-
-        problem = f"does not go with vLLM {version}, which unmaps KV tensors while connectors copy from them"
+    if vllm_config.model_config.enable_sleep_mode and not tells_of_sleep():
+        problem = f"does not go with vLLM {vllm_version()}, which unmaps KV tensors while connectors copy from them"
         raise ConfigError("enable_sleep_mode", f"{problem}. Use vLLM 0.33, or start without --enable-sleep-mode")
-
-
-def _tells_of_sleep() -> bool:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-    return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
