@@ -14,7 +14,8 @@ from .._config.sources import disk_from_table, remote_from_table
 from .._config.tiers import parse_bytes
 from ..errors import ConfigError
 
-_SIZES = ("host_bytes", "cpu_bytes_to_use", "num_host_blocks")
+BYTES = ("host_bytes", "cpu_bytes_to_use")
+_SIZES = (*BYTES, "num_host_blocks")
 WINDOW_INTERVAL = "window_interval_tokens"
 _PASSED_ON = (
     "store_policy", "eviction", "load_choice", "verify", "max_bytes_in_flight", "max_jobs_in_flight", "max_job_bytes",
