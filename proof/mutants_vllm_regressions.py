@@ -189,7 +189,7 @@ VLLM_REGRESSION_MUTANTS = (
     Mutant(
         "vLLM: refused once the weights are loaded",
         REFUSALS,
-        "                    check_all(found)\n",
+        "                    _check_each(found)\n",
         "                    pass\n",
         _EARLY,
         test=f"{PLUGIN}test_it_is_refused_before_weights_are_loaded",

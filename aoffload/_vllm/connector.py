@@ -13,7 +13,7 @@ from aoffload import HostCache, KVRegion
 from ..transport import LocalTransport, Transport
 from .blocks import block_bytes_of, placements_of
 from .groups import CachedGroups
-from .guard import Guard
+from .guard import Guard, SleepGuard
 from .internals import (
     CacheHitSource,
     KVConnectorBase_V1,
@@ -37,6 +37,7 @@ from .settings import given_namespace, offload_config, with_a_step_in_flight, wi
 from .statistics import OffloadMetrics, OffloadStatistics
 from .worker import Identity, WorkerSide, invalid_blocks, lost_requests
 from .worker_adapters import LoadedAdapters, watch
+from .worker_weights import ModelWeights
 
 check_version()
 _VLLM = vllm_version()
@@ -95,7 +96,8 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 config, groups, num_blocks=num_blocks, block_bytes=block_bytes, num_ranks=parallel.world_size,
                 max_loaded_adapters=None if vllm_config.lora_config is None else vllm_config.lora_config.max_cpu_loras,
             )  # fmt: skip
-            self._deciding = Guard(half)
+            can_sleep = vllm_config.model_config.enable_sleep_mode
+            self._deciding = SleepGuard(half, parallel.world_size) if can_sleep else Guard(half)
         else:
             is_kept = config.disk is not None or config.remote is not None
             identity = _identity(vllm_config, kv_cache_config, given) if is_kept else None
@@ -103,6 +105,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 config, placements, num_blocks, parallel.rank, self.make_transport, identity=identity,
                 adapters=_adapters(vllm_config, parallel.rank),
                 replicas=WorkerReplicas.of_tensor_parallel_group() if replicas > 1 else None,
+                weights=ModelWeights(parallel.rank) if vllm_config.model_config.enable_sleep_mode else None,
             )  # fmt: skip
         self._at_end: Callable[[WorkerSide], None] = lambda worker: None
         """Called in a worker before it closes."""

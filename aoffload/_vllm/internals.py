@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import dis
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
 from .._common.extras import needed
@@ -174,3 +176,24 @@ def _vllm() -> Iterator[None]:
 def tells_of_sleep() -> bool:
     """Whether this version calls connectors before it unmaps the KV tensors: 0.33 does, and 0.32 does not."""
     return hasattr(_found(NAMES["KVConnectorBase_V1"], "KVConnectorBase_V1"), "unregister_kv_caches")
+
+
+# -- the worker ------------------------------------------------------------------------------------------------------
+
+
+def calling_worker() -> Any:
+    """vLLM's worker whose call this is. It registers KV tensors, and goes to sleep, on behalf of the connector. None if
+    no caller is a worker."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if hasattr(type(found), "get_model") and hasattr(found, "model_runner"):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def models_of(worker: Any) -> list[Any]:
+    """The model of a worker, and its draft model if there is one."""
+    draft = getattr(worker, "get_draft_model", lambda: None)()
+    return [worker.get_model(), *([] if draft is None else [draft])]
