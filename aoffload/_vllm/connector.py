@@ -83,7 +83,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         num_blocks = kv_cache_config.num_blocks
         placements = placements_of(kv_cache_config.kv_cache_tensors, num_blocks)
-        self._deciding: Guard
+        self._deciding: Guard | SleepGuard
         """Only in the scheduler."""
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -97,7 +97,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 max_loaded_adapters=None if vllm_config.lora_config is None else vllm_config.lora_config.max_cpu_loras,
             )  # fmt: skip
             can_sleep = vllm_config.model_config.enable_sleep_mode
-            self._deciding = SleepGuard(half, parallel.world_size) if can_sleep else Guard(half)
+            self._deciding = SleepGuard(Guard(half), parallel.world_size) if can_sleep else Guard(half)
         else:
             is_kept = config.disk is not None or config.remote is not None
             identity = _identity(vllm_config, kv_cache_config, given) if is_kept else None

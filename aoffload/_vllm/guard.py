@@ -141,18 +141,27 @@ class Guard:
 #     otherwise                                     they forget it
 
 
-class SleepGuard(Guard):
-    """The guard of an engine with sleep mode."""
+class SleepGuard:
+    """A guard for an engine with sleep mode."""
 
-    def __init__(self, half: SchedulerSide, num_ranks: int) -> None:
-        super().__init__(half)
-        self._num_ranks = num_ranks
+    def __init__(self, guard: Guard, num_ranks: int) -> None:
+        self._guard, self._num_ranks = guard, num_ranks
+        self.half, self.allocated, self.finished = guard.half, guard.allocated, guard.finished
+        self.take_counts = guard.take_counts
         self._num_resets = 0
         """Resets since the last question; 0: there is no doubt about the weights."""
         self._question = 0
         """The number of the last question."""
         self._has_asked = False
         self._answers: dict[int, WeightsSeen] = {}
+
+    @property
+    def off_reason(self) -> str:
+        return self._guard.off_reason
+
+    @property
+    def is_busy(self) -> bool:
+        return self._guard.is_busy
 
     def reset(self) -> None:
         self._num_resets += 1
@@ -161,10 +170,10 @@ class SleepGuard(Guard):
     def match(self, request: Any, num_local: int) -> int | None:
         if self._num_resets and not self.off_reason:
             return None  # ask again: the answer comes with the step that begins now
-        return super().match(request, num_local)
+        return self._guard.match(request, num_local)
 
     def step(self, output: Any) -> Commands:
-        commands = super().step(output)
+        commands = self._guard.step(output)
         if not self._num_resets or self._has_asked or self.off_reason:
             return commands
         self._has_asked = True
@@ -172,7 +181,7 @@ class SleepGuard(Guard):
         return attrs.evolve(commands, weights_asked=self._question)
 
     def take(self, reports: Reports) -> set[str]:
-        landed = super().take(reports)
+        landed = self._guard.take(reports)
         if self._num_resets:
             self._hear(reports)
         return landed
@@ -187,10 +196,10 @@ class SleepGuard(Guard):
         if has_slept and all(answer.is_same for answer in self._answers.values()):
             _log.info("aoffload: the weights are as before the sleep: all that is cached is kept")
         else:
-            super().reset()
+            self._guard.reset()
         self._num_resets = 0
 
     def flush(self, worker: WorkerSide) -> None:
         if self._num_resets:  # no step has asked
-            super().reset()
-        super().flush(worker)
+            self._guard.reset()
+        self._guard.flush(worker)
