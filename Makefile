@@ -14,7 +14,7 @@ PYTHON_GPU ?= $(BIN)/python
 
 PEERS := build/peers
 
-.PHONY: demo lint test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu gpu-dry attacks vllm vllm-installed s3-server bench bench-peers compiled test-compiled lockstep compare-builds compiled-memory compiled-soak compiled-vllm wheels clean
+.PHONY: demo lint test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu gpu-dry attacks vllm vllm33 vllm-installed s3-server bench bench-peers compiled test-compiled lockstep compare-builds compiled-memory compiled-soak compiled-vllm wheels clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-dev.txt
@@ -123,6 +123,17 @@ vllm-installed: $(PEERS)/vllm/.proof
 $(PEERS)/vllm/.proof: $(PEERS)/vllm/.installed pyproject.toml
 	$(PEERS)/vllm/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[disk,remote,trio]' pytest setuptools-rust \
 		setuptools-scm
+	touch $@
+
+# The same with the Python of vLLM 0.33 over the kernels of 0.32, because there is no 0.33 for CPUs: the parts that run
+# so, in sixteen minutes at most beside the installation; the table is in build/vllm33/report.md.
+vllm33: $(PEERS)/vllm33/.installed
+	VLLM_TARGET_DEVICE=cpu $(PEERS)/vllm33/bin/python -m proof.vllm --newer $(VLLM_ARGS)
+
+$(PEERS)/vllm33/.installed: $(PEERS)/vllm/.proof proof/vllm/newer.py
+	rm -rf $(PEERS)/vllm33
+	cp -a $(PEERS)/vllm $(PEERS)/vllm33
+	$(PEERS)/vllm33/bin/python -m proof.vllm.newer $(PEERS)/vllm33 0.33.0
 	touch $@
 
 # A server that speaks the protocol of S3, which tests of object storage start where it is there: 320 MB, in an

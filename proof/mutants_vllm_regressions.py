@@ -189,7 +189,7 @@ VLLM_REGRESSION_MUTANTS = (
     Mutant(
         "vLLM: refused once the weights are loaded",
         REFUSALS,
-        "                    check_all(found)\n",
+        "                    _check_each(found)\n",
         "                    pass\n",
         _EARLY,
         test=f"{PLUGIN}test_it_is_refused_before_weights_are_loaded",
@@ -197,8 +197,8 @@ VLLM_REGRESSION_MUTANTS = (
     Mutant(
         "vLLM: sleeps under copies",
         REFUSALS,
-        "enable_sleep_mode and not _tells_of_sleep()",
-        "enable_sleep_mode and _tells_of_sleep()",
+        "enable_sleep_mode and not tells_of_sleep()",
+        "enable_sleep_mode and tells_of_sleep()",
         _EARLY,
         test=f"{PLUGIN}test_sleep_mode_takes_a_vllm_that_tells_of_it",
     ),

@@ -30,8 +30,8 @@ VLLM_SLEEP_MUTANTS = (
     Mutant(
         "vLLM: asked to sleep twice",
         WORKER,
-        "        if transport is None:\n            return\n        self.copies.lose",
-        "        self.copies.lose",
+        "        if transport is None:\n            return\n        if self._weights",
+        "        if self._weights",
         "what the host holds is there when the engine wakes",
         test=f"{SLEEPS}test_a_sleeping_worker_copies_nothing",
     ),

@@ -7,27 +7,30 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import vllm
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from aoffload import HostCache, KVRegion, Tier
 
 from .._observe.kv_events.events import EventGroup
 from ..transport import LocalTransport, Transport
 from .blocks import block_bytes_of, placements_of
-from .drafts import Drafts, draft_model_of, models_of
+from .drafts import Drafts, draft_model_of, model_paths
 from .groups import CachedGroups
-from .guard import Guard
+from .guard import Guard, SleepGuard
+from .internals import (
+    CacheHitSource,
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+    VllmConfig,
+    get_kv_transfer_group,
+    has_kv_transfer_group,
+    untried,
+)
+from .internals import check as check_version
+from .internals import version as vllm_version
 from .kv_events import RouterEvents, event_groups, event_maker, hash_converter
 from .messages import NOTHING, Commands, Reports
 from .refusals import check_all
@@ -37,7 +40,10 @@ from .settings import event_media, given_namespace, offload_config, with_a_step_
 from .statistics import OffloadMetrics, OffloadStatistics
 from .worker import Identity, WorkerSide, invalid_blocks, lost_requests
 from .worker_adapters import LoadedAdapters, watch
+from .worker_weights import ModelWeights
 
+check_version()
+_VLLM = vllm_version()
 _log = logging.getLogger("vllm.aoffload")
 
 
@@ -80,7 +86,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         parallel = vllm_config.parallel_config
         groups = CachedGroups.of(kv_cache_config, parallel.decode_context_parallel_size)
         extra = self._kv_transfer_config.kv_connector_extra_config or {}
-        given = given_namespace(extra, models_of(vllm_config))
+        given = given_namespace(extra, model_paths(vllm_config))
         namespace = "/".join([_namespace(vllm_config), *([given] if given else [])])
         replicas = num_replicas_of(vllm_config, kv_cache_config)
         self._config = config = offload_config(
@@ -88,7 +94,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         num_blocks = kv_cache_config.num_blocks
         placements = placements_of(kv_cache_config.kv_cache_tensors, num_blocks)
-        self._deciding: Guard
+        self._deciding: Guard | SleepGuard
         """Only in the scheduler."""
         self._media = event_media(extra)
         self._event_groups: list[EventGroup] = []
@@ -104,12 +110,15 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             block_bytes = block_bytes_of(placements)
             config = with_a_step_in_flight(config, vllm_config.scheduler_config.max_num_batched_tokens, block_bytes)
             config = with_windows_as_retained(config, extra, vllm_config.cache_config)
+            if about := untried():
+                _log.warning("aoffload: %s", about)
             half = SchedulerSide(
                 config, groups, num_blocks=num_blocks, block_bytes=block_bytes, num_ranks=parallel.world_size,
                 max_loaded_adapters=None if vllm_config.lora_config is None else vllm_config.lora_config.max_cpu_loras,
                 drafts=Drafts.of(vllm_config),
             )  # fmt: skip
-            self._deciding = Guard(half)
+            can_sleep = vllm_config.model_config.enable_sleep_mode
+            self._deciding = SleepGuard(Guard(half), parallel.world_size) if can_sleep else Guard(half)
         else:
             is_kept = config.disk is not None or config.remote is not None
             identity = _identity(vllm_config, kv_cache_config, given) if is_kept else None
@@ -117,6 +126,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 config, placements, num_blocks, parallel.rank, self.make_transport, identity=identity,
                 adapters=_adapters(vllm_config, parallel.rank),
                 replicas=WorkerReplicas.of_tensor_parallel_group() if replicas > 1 else None,
+                weights=ModelWeights(parallel.rank) if vllm_config.model_config.enable_sleep_mode else None,
             )  # fmt: skip
         self._at_end: Callable[[WorkerSide], None] = lambda worker: None
         """Called in a worker before it closes."""
@@ -296,11 +306,11 @@ def _adapters(vllm_config: VllmConfig, rank: int) -> LoadedAdapters | None:
     cached."""
     if vllm_config.lora_config is None:
         return None
-    from vllm.lora.worker_manager import WorkerLoRAManager
+    from .internals import WorkerLoRAManager
 
     if watch(WorkerLoRAManager):
         return LoadedAdapters(rank, vllm_config.lora_config)
-    _log.warning("aoffload: vLLM %s hides its LoRA adapters: their requests are not cached", vllm.__version__)
+    _log.warning("aoffload: vLLM %s hides its LoRA adapters: their requests are not cached", _VLLM)
     return None
 
 
@@ -313,10 +323,10 @@ def _identity(vllm_config: VllmConfig, kv_cache_config: Any, given: str) -> Iden
     drafts = draft_model_of(vllm_config)
     hashes = model.compute_hash(), vllm_config.attention_config.compute_hash()
     others = (
-        vllm.__version__, *hashes, specs, *([processors] if any(processors) else ()),
+        _VLLM, *hashes, specs, *([processors] if any(processors) else ()),
         *([] if drafts is None else [drafts.compute_hash()]),
     )  # fmt: skip
-    return Identity(given, models_of(vllm_config), repr(others))
+    return Identity(given, model_paths(vllm_config), repr(others))
 
 
 def _namespace(vllm_config: VllmConfig) -> str:

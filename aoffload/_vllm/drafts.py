@@ -51,7 +51,7 @@ def draft_model_of(vllm_config: Any) -> Any:
     return speculative.draft_model_config if speculative is not None and speculative.use_eagle() else None
 
 
-def models_of(vllm_config: Any) -> tuple[str, ...]:
+def model_paths(vllm_config: Any) -> tuple[str, ...]:
     """The models whose weights decide the KV: that of the engine, and that of its draft layers if it is another one."""
     found = [vllm_config.model_config, draft_model_of(vllm_config)]
     return tuple(dict.fromkeys([str(model.model) for model in found if model is not None]))

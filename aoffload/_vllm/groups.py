@@ -43,7 +43,7 @@ class CachedGroups:
 
 
 def _group(number: int, spec: Any, num_context_ranks: int) -> KVCacheGroup:
-    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+    from .internals import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
     kind = get_kv_cache_spec_kind(spec).value
     attention: FullAttention | SlidingWindow | ChunkedLocal

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import attrs
+
 from .. import Tier
 from .counts import blocks_of
-from .messages import Commands, Reports
+from .messages import Commands, Reports, WeightsSeen
 from .scheduler import SchedulerSide
 from .worker import WorkerSide
 
@@ -144,3 +146,77 @@ class Guard:
         self.half.turn_off(self.off_reason)
         self.half.counts.turned_off("all")
         _log.error("aoffload is off: nothing is loaded or stored any more", exc_info=error)
+
+
+# -- sleep -----------------------------------------------------------------------------------------------------------
+#
+# vLLM resets the cache before it sleeps, and tells connectors neither that it is about to sleep, nor whether it will
+# keep the weights, nor whether somebody loads other weights while it sleeps. So a reset only stops loads. With the next
+# step, each worker is asked how often it has slept, and whether it still has the weights of all KV that it has stored.
+#
+#     as many sleeps as resets, the same weights    the tiers keep what they have
+#     otherwise                                     they forget it
+
+
+class SleepGuard:
+    """A guard for an engine with sleep mode."""
+
+    def __init__(self, guard: Guard, num_ranks: int) -> None:
+        self._guard, self._num_ranks = guard, num_ranks
+        self.half, self.allocated, self.finished = guard.half, guard.allocated, guard.finished
+        self.take_counts, self.hit_tiers, self.frees_soon = guard.take_counts, guard.hit_tiers, guard.frees_soon
+        self._num_resets = 0
+        """Resets since the last question; 0: there is no doubt about the weights."""
+        self._question = 0
+        """The number of the last question."""
+        self._has_asked = False
+        self._answers: dict[int, WeightsSeen] = {}
+
+    @property
+    def off_reason(self) -> str:
+        return self._guard.off_reason
+
+    @property
+    def is_busy(self) -> bool:
+        return self._guard.is_busy
+
+    def reset(self) -> None:
+        self._num_resets += 1
+        self._has_asked, self._answers = False, {}
+
+    def match(self, request: Any, num_local: int) -> int | None:
+        if self._num_resets and not self.off_reason:
+            return None  # ask again: the answer comes with the step that begins now
+        return self._guard.match(request, num_local)
+
+    def step(self, output: Any) -> Commands:
+        commands = self._guard.step(output)
+        if not self._num_resets or self._has_asked or self.off_reason:
+            return commands
+        self._has_asked = True
+        self._question += 1
+        return attrs.evolve(commands, weights_asked=self._question)
+
+    def take(self, reports: Reports) -> set[str]:
+        landed = self._guard.take(reports)
+        if self._num_resets:
+            self._hear(reports)
+        return landed
+
+    def _hear(self, reports: Reports) -> None:
+        for said in reports.said:
+            if isinstance(said, WeightsSeen) and self._has_asked and said.number == self._question:
+                self._answers[said.rank] = said
+        if len(self._answers) < self._num_ranks:
+            return
+        has_slept = all(answer.num_sleeps == self._num_resets for answer in self._answers.values())
+        if has_slept and all(answer.is_same for answer in self._answers.values()):
+            _log.info("aoffload: the weights are as before the sleep: all that is cached is kept")
+        else:
+            self._guard.reset()
+        self._num_resets = 0
+
+    def flush(self, worker: WorkerSide) -> None:
+        if self._num_resets:  # no step has asked
+            self._guard.reset()
+        self._guard.flush(worker)

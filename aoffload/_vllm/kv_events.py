@@ -403,7 +403,7 @@ class RouterEvents(LedgerExtension):
 
 def event_groups(kv_cache_config: Any, groups: CachedGroups) -> list[EventGroup]:
     """The groups of the ledger as vLLM's events describe them."""
-    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+    from .internals import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
     found = []
     for number, size in zip(groups.ids, groups.block_sizes, strict=True):
@@ -415,7 +415,7 @@ def event_groups(kv_cache_config: Any, groups: CachedGroups) -> list[EventGroup]
 
 def event_maker() -> Callable[[Event], Any]:
     """Makes vLLM's own event of the fields of an event."""
-    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+    from .internals import BlockRemoved, BlockStored
 
     kinds = {"BlockStored": BlockStored, "BlockRemoved": BlockRemoved}
     return lambda event: kinds[event.pop("type")](**event)
@@ -423,7 +423,7 @@ def event_maker() -> Callable[[Event], Any]:
 
 def hash_converter() -> Callable[[Any], Any]:
     """Turns a hash of vLLM into that of an event: 64 bits, or the whole hash if vLLM is configured so."""
-    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+    from .internals import maybe_convert_block_hash
 
     found: Callable[[Any], Any] = maybe_convert_block_hash
     return found

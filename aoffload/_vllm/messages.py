@@ -107,7 +107,20 @@ class AdapterSeen:
     digest: str
 
 
-Said = RestoredRun | ReadingOver | ResetOver | DiskTrouble | CellsFound | Refusing | AdapterSeen
+@attrs.frozen
+class WeightsSeen:
+    """The answer of a rank to the question `Commands.weights_asked`."""
+
+    rank: int
+    number: int
+    """The question."""
+    num_sleeps: int
+    """How often the rank has slept since the last question."""
+    is_same: bool
+    """Whether the weights of the model are those of all KV that the rank has stored."""
+
+
+Said = RestoredRun | ReadingOver | ResetOver | DiskTrouble | CellsFound | Refusing | AdapterSeen | WeightsSeen
 """Reports of a worker, apart from completions."""
 
 
@@ -126,6 +139,8 @@ class Commands:
     uses: Mapping[int, AdapterUse] = {}
     """By job, the adapter weights for which the copy was planned. It has only jobs whose KV depends on an adapter."""
     forwards: tuple[FirstForward, ...] = ()
+    weights_asked: int = 0
+    """The number of a question for the weights of the model; 0: none."""
 
 
 NOTHING = Commands()

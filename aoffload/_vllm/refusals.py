@@ -1,35 +1,66 @@
 """Refusals of configurations of vLLM in which the connector cannot work, each with the reason and a way out.
 
 vLLM makes connectors after it has loaded the weights of the model. But it imports the class of the connector earlier,
-while it checks its configuration. `check_early` finds that configuration at the import.
+while it checks its configuration. `check_early` finds that configuration at the import. Under `MultiConnector`, vLLM
+imports the classes in their order, up to the first that does not support several KV cache groups.
+
+What needs the weights or the KV cache is checked later: the kinds of the model's KV caches, their layout in memory, and
+how many bytes a block has.
 """
 
 from __future__ import annotations
 
+import copy
+import os
 import sys
+from collections.abc import Mapping
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
 from aoffload import KVCacheGroup
 
+from .._common.extras import needed
+from .._config.tiers import DiskTier, parse_bytes
+from .._tiers.disk.files import check_directory
+from .._transfer.backends.cuda.page_locked import memory_limit
 from ..errors import ConfigError
-from .drafts import models_of
-from .settings import given_namespace, offload_config
+from .drafts import model_paths
+from .internals import tells_of_sleep
+from .internals import version as vllm_version
+from .settings import BYTES, given_namespace, offload_config
 
 
 def check_early() -> None:
-    """Refuse the configuration that vLLM is checking now. If vLLM checks none, or if the configuration has several
-    connectors, the connector makes its checks when it is made."""
+    """Refuse the configuration that vLLM is checking now. If vLLM checks none, the connector makes its checks when it
+    is made."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "__post_init__":
             found: Any = frame.f_locals.get("self")
             if type(found).__name__ == "VllmConfig":
-                transfer = found.kv_transfer_config
-                if transfer is not None and transfer.kv_connector == "AoffloadConnector" and found.model_config:
-                    check_all(found)
+                if found.kv_transfer_config is not None and found.model_config:
+                    _check_each(found)
                 return
         frame = frame.f_back
+
+
+def _check_each(vllm_config: Any) -> None:
+    """Check the configuration of each connector of this package, as `MultiConnector` makes it."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_connector == "AoffloadConnector":
+        check_all(vllm_config)
+    elif transfer.kv_connector == "MultiConnector":
+        for number, given in enumerate((transfer.kv_connector_extra_config or {}).get("connectors") or ()):
+            child = copy.copy(vllm_config)
+            child.kv_transfer_config = type(transfer)(**{"engine_id": transfer.engine_id, **given})
+            try:
+                if child.kv_transfer_config.kv_connector == "AoffloadConnector":
+                    _check_policy(transfer)  # vLLM follows that of MultiConnector, not that of the child
+                _check_each(child)
+            except ConfigError as error:
+                place = f"`connectors[{number}]` of MultiConnector"
+                raise ConfigError(error.argument, f"{error.problem} ({place})") from error
 
 
 def check_all(vllm_config: Any) -> None:
@@ -39,20 +70,29 @@ def check_all(vllm_config: Any) -> None:
     _check_engine(vllm_config)
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     extra = transfer.kv_connector_extra_config or {}
-    given_namespace(extra, models_of(vllm_config))
+    given_namespace(extra, model_paths(vllm_config))
     any_groups = [KVCacheGroup("any")]  # the real groups are known only after the weights are loaded
-    offload_config(extra, any_groups, namespace=f"vllm/{model.model}", num_ranks=vllm_config.parallel_config.world_size)
+    parallel = vllm_config.parallel_config
+    config = offload_config(extra, any_groups, namespace=f"vllm/{model.model}", num_ranks=parallel.world_size)
+    if parallel.nnodes == 1 and parallel.distributed_executor_backend != "ray":  # the workers run on this machine
+        _check_memory(extra)
+        if config.disk is not None:
+            _check_disk(config.disk)
 
 
 def _check_transfer(vllm_config: Any) -> None:
     transfer = vllm_config.kv_transfer_config
-    if transfer.kv_load_failure_policy != "recompute":
-        got = f"got {transfer.kv_load_failure_policy!r}"
-        problem = 'must be "recompute": a load that fails is computed, since a cache must not fail a request'
-        raise ConfigError("kv_load_failure_policy", f"{problem} ({got}). Set it in --kv-transfer-config")
+    _check_policy(transfer)
     if transfer.kv_role != "kv_both":
         problem = f'must be "kv_both": one engine stores and loads (got {transfer.kv_role!r})'
         raise ConfigError("kv_role", f"{problem}. Set it in --kv-transfer-config")
+
+
+def _check_policy(transfer: Any) -> None:
+    if transfer.kv_load_failure_policy != "recompute":
+        got = f"{transfer.kv_connector} got {transfer.kv_load_failure_policy!r}"
+        problem = 'must be "recompute": a load that fails is computed, since a cache must not fail a request'
+        raise ConfigError("kv_load_failure_policy", f"{problem} ({got}). Set it in --kv-transfer-config")
 
 
 def _check_engine(vllm_config: Any) -> None:
@@ -69,14 +109,23 @@ def _check_engine(vllm_config: Any) -> None:
     if vllm_config.model_config.is_hybrid:
         problem = "has a recurrent state, which aoffload cannot cache yet"
         raise ConfigError("model", f"{problem}. Start without --kv-transfer-config")
-    if vllm_config.model_config.enable_sleep_mode and not _tells_of_sleep():
-        from vllm import __version__ as version
-
-        problem = f"does not go with vLLM {version}, which unmaps KV tensors while connectors copy from them"
+    if vllm_config.model_config.enable_sleep_mode and not tells_of_sleep():
+        problem = f"does not go with vLLM {vllm_version()}, which unmaps KV tensors while connectors copy from them"
         raise ConfigError("enable_sleep_mode", f"{problem}. Use vLLM 0.33, or start without --enable-sleep-mode")
 
 
-def _tells_of_sleep() -> bool:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+def _check_memory(extra: Mapping[str, Any]) -> None:
+    """`num_host_blocks` is not checked, because nobody knows yet how many bytes a block has."""
+    limit = memory_limit()
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most_here = most if limit is None else min(most, limit.limit_bytes)
+    for key in BYTES:
+        if extra.get(key) is not None and (num_bytes := parse_bytes(key, extra[key])) >= most_here:
+            problem = f"is {num_bytes} bytes of host memory, and this machine or container has {most_here}"
+            raise ConfigError(key, f"{problem}. Give less, and use a `disk` for the rest")
 
-    return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+
+def _check_disk(tier: DiskTier) -> None:
+    with needed("disk", "the key `disk` of AoffloadConnector"):
+        import_module("xxhash")
+    check_directory(tier.path, tier.size_bytes)

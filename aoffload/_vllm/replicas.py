@@ -27,7 +27,7 @@ def num_replicas_of(vllm_config: Any, kv_cache_config: Any) -> int:
     """The number of workers that hold the same bytes: the tensor parallel size if all KV cache groups hold latents,
     else 1. Also 1 if the workers may run on several machines, which cannot share memory, or with decode context
     parallelism, because then each worker holds other tokens."""
-    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+    from .internals import get_kv_cache_spec_kind
 
     parallel = vllm_config.parallel_config
     is_split = parallel.decode_context_parallel_size > 1 or parallel.nnodes > 1
@@ -50,7 +50,8 @@ class WorkerReplicas:
     def of_tensor_parallel_group(cls) -> WorkerReplicas:
         """In a worker, once vLLM has set up its groups."""
         import torch.distributed
-        from vllm.distributed import get_tp_group
+
+        from .internals import get_tp_group
 
         group = get_tp_group()
 

@@ -16,7 +16,8 @@ from .._config.tiers import parse_bytes
 from .._observe.kv_events.events import media_of
 from ..errors import ConfigError
 
-_SIZES = ("host_bytes", "cpu_bytes_to_use", "num_host_blocks")
+BYTES = ("host_bytes", "cpu_bytes_to_use")
+_SIZES = (*BYTES, "num_host_blocks")
 WINDOW_INTERVAL = "window_interval_tokens"
 _PASSED_ON = (
     "store_policy", "eviction", "load_choice", "verify", "max_bytes_in_flight", "max_jobs_in_flight", "max_job_bytes",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from .internals import KVConnectorPromMetrics, KVConnectorStats
 
 
 @attrs.frozen

@@ -40,6 +40,7 @@ from .messages import (
 )
 from .replicas import WorkerReplicas
 from .worker_adapters import LoadedAdapters
+from .worker_weights import ModelWeights
 
 # -- copies ----------------------------------------------------------------------------------------------------------
 #
@@ -297,10 +298,12 @@ class WorkerSide:
         identity: Identity | None = None,
         adapters: LoadedAdapters | None = None,
         replicas: WorkerReplicas | None = None,
+        weights: ModelWeights | None = None,
     ) -> None:
         """`identity`: identifies KV that outlives the engine; None without disk and remote store. `adapters`: None
         without LoRA, or if the connector cannot see them in this version of vLLM. `replicas`: None if no other worker
-        holds the same bytes."""
+        holds the same bytes. `weights`: None without sleep mode."""
+        self._weights = weights
         self.adapters = adapters
         self._replicas = replicas
         self._identity = identity
@@ -322,6 +325,8 @@ class WorkerSide:
 
         With such a tier and no `namespace`, it reads all files of the model.
         """
+        if self._weights is not None:
+            self._weights.begin()
         regions = regions_at(self._placements, kv_caches, self._num_blocks)
         num_host_blocks = self._config.resolve_host_blocks(block_bytes_of(self._placements))
         transport = self._make_transport(regions)
@@ -350,6 +355,8 @@ class WorkerSide:
             self._disk.obey(commands.disk)
         if commands.questions and self._remote is not None:
             self._remote.ask(commands.questions)
+        if commands.weights_asked and self._weights is not None:
+            self._weights.answer(commands.weights_asked)
         self.start(commands.loads, commands.uses)
 
     def start(self, plans: Iterable[TransferPlan], uses: Mapping[int, AdapterUse] = NO_USES) -> None:
@@ -398,6 +405,8 @@ class WorkerSide:
         transport, self._transport = self._transport, None
         if transport is None:
             return
+        if self._weights is not None:
+            self._weights.sleep()
         self.copies.lose_loads()
         if self.copies.wait(self._config.transfer_timeout_s):
             self._asleep = transport
@@ -415,7 +424,7 @@ class WorkerSide:
     def take_reports(self) -> Reports | None:
         """The completions since the last call."""
         found, said = self.copies.take(), tuple[Said, ...]()
-        for each in (self._disk, self._remote, self.adapters):
+        for each in (self._disk, self._remote, self.adapters, self._weights):
             if each is not None:
                 said += each.take()
         return Reports({self._rank: found}, self._gone, said) if found or said else None

@@ -15,21 +15,23 @@ from pathlib import Path
 
 from proof.gpu.running import run_process
 
-from .parts import PARTS, TOTAL_S, Part
+from .parts import NEWER, PARTS, TOTAL_S, Part
 from .rows import Row, read, table
 
 __all__ = ["main", "run_parts"]
 
 OUT = Path("build/vllm")
+OUT_OF_NEWER = Path("build/vllm33")
 REPORT = "report.md"
 NOT_INSTALLED = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m proof.vllm", description=(__doc__ or "").partition("\n")[0])
-    names = [part.name for part in PARTS]
+    names = list(dict.fromkeys(part.name for part in (*PARTS, *NEWER)))
     parser.add_argument("names", nargs="*", metavar="PART", help=f"{', '.join(names)}; all, if none is named")
     parser.add_argument("--short", action="store_true", help="the parts and scenarios that every change has to pass")
+    parser.add_argument("--newer", action="store_true", help="the parts of `make vllm33`")
     given = parser.parse_args(arguments)
     if unknown := set(given.names) - set(names):
         parser.error(f"there is no part called {', '.join(sorted(unknown))}")
@@ -37,9 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("vllm: not run, since vLLM is not installed here", file=sys.stderr)
         return NOT_INSTALLED
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the running part, too
-    wanted = given.names or [part.name for part in PARTS if part.is_short or not given.short]
-    OUT.mkdir(parents=True, exist_ok=True)
-    return run_parts([part for part in PARTS if part.name in wanted], OUT, time.monotonic() + TOTAL_S, given.short)
+    parts, out = (NEWER, OUT_OF_NEWER) if given.newer else (PARTS, OUT)
+    wanted = given.names or [part.name for part in parts if part.is_short or not given.short]
+    out.mkdir(parents=True, exist_ok=True)
+    return run_parts([part for part in parts if part.name in wanted], out, time.monotonic() + TOTAL_S, given.short)
 
 
 def run_parts(parts: Sequence[Part], out: Path, deadline_s: float, is_short: bool = False) -> int:

@@ -26,7 +26,7 @@ markers =
     vllm: needs vLLM
 """
 """Not this repository's, which configures plugins that are not installed beside vLLM."""
-TESTS_S = 120.0
+TESTS_S = 240.0
 MOST_SAID = 5
 
 

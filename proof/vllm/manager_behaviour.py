@@ -20,6 +20,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -56,9 +57,10 @@ def config() -> VllmConfig:
 class World:
     """vLLM's block pool and requests around the scheduler's half of the connector."""
 
-    def __init__(self, config: VllmConfig, num_host: int = 8, num_groups: int = 1) -> None:
+    def __init__(self, config: VllmConfig, num_host: int = 8, num_groups: int = 1, chunk: int = 0) -> None:
+        """`chunk`: tokens of a chunk in the second group; 0: it has windows."""
         self.num_groups, self.pool = num_groups, BlockPool(NUM_DEVICE, True, BLOCK)
-        specs = [_spec(number) for number in range(num_groups)]
+        specs = [_spec(number, chunk) for number in range(num_groups)]
         tensors = [
             KVCacheTensor(
                 size=PAGE_BYTES * NUM_DEVICE, layers=[f"l{number}"], layer_stride=PAGE_BYTES * NUM_DEVICE,
@@ -136,10 +138,10 @@ class World:
         assert len(self.step().load_gpu_blocks) == 2 * self.num_groups
         return request, held
 
-    def hit(self, text: int, num_blocks: int = 2, **options: Any) -> int | None:
-        """What a request finds, that ends at once."""
+    def hit(self, text: int, num_blocks: int = 2, num_local: int = 0, **options: Any) -> int | None:
+        """What a request finds after `num_local` tokens of vLLM's own, that ends at once."""
         request = self.request(text, num_blocks, **options)
-        found, _ = self.half.get_num_new_matched_tokens(request, 0)
+        found, _ = self.half.get_num_new_matched_tokens(request, num_local)
         self.half.request_finished_all_groups(request, ([],) * self.num_groups)
         return found
 
@@ -153,9 +155,13 @@ class World:
         return int(found.host.num_pinned + found.device.num_pinned)
 
 
-def _spec(number: int) -> Any:
+def _spec(number: int, chunk: int) -> Any:
     fields: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 16, "dtype": torch.float16}
-    return FullAttentionSpec(**fields) if number == 0 else SlidingWindowSpec(**fields, sliding_window=4 * BLOCK)
+    if number == 0:
+        return FullAttentionSpec(**fields)
+    if chunk:
+        return ChunkedLocalAttentionSpec(**fields, attention_chunk_size=chunk)
+    return SlidingWindowSpec(**fields, sliding_window=4 * BLOCK)
 
 
 def test_prompt_logprobs_read_nothing(config: VllmConfig) -> None:
@@ -293,3 +299,13 @@ def test_a_reset_lets_loads_end(config: VllmConfig) -> None:
     world.loaded(request)
     world.end(request, held)
     assert (world.hit(1), world.num_free, world.num_pinned) == (0, NUM_DEVICE - 1, 0)
+
+
+@pytest.mark.parametrize("num_local", [0, 1, 4])
+def test_chunks_begin_at_the_start_of_the_prompt(config: VllmConfig, num_local: int) -> None:
+    """A hit after some blocks of vLLM's own ends where it ends without them, because chunks are not counted from these
+    blocks. A prompt that ends within the second chunk needs that chunk alone in the chunked group."""
+    world = World(config, num_host=16, num_groups=2, chunk=4 * BLOCK)
+    world.store(1, 5)
+    assert world.hit(1, 5, num_local * BLOCK) == (5 - num_local) * BLOCK
+    assert world.num_pinned == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["PARTS", "TOTAL_S", "Part"]
+__all__ = ["NEWER", "PARTS", "TOTAL_S", "Part"]
 
 TOTAL_S = 1560.0
 """Twenty-six minutes."""
@@ -40,3 +40,9 @@ PARTS = (
     Part("connector_tests", "the connector's tests over vLLM's classes", 60, is_short=True),
 )
 """In the order in which they run."""
+NEWER = (
+    *(part for part in PARTS if part.name in ("one_rank", "hybrid", "adapters")),
+    Part("sleep", "sleep mode, which tells connectors from vLLM 0.33 on", 120),
+    *(part for part in PARTS if part.name in ("upstream_tests", "connector_tests")),
+)
+"""Those for a newer vLLM, whose Python runs over the kernels of another version."""

@@ -1,4 +1,5 @@
-"""vLLM's own tests, from its source distribution: those that can be run against another connector, run against ours."""
+"""vLLM's own tests, from the source distribution of the installed version: those that can be run against another
+connector, run against ours."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import tarfile
 import time
 from pathlib import Path
 
+import vllm
+
 from .models import DENSE, build
 from .rows import Row, write
 from .verdicts import SAID_AGAIN, Case, count, missed, table
@@ -18,8 +21,8 @@ from .verdicts import SAID_AGAIN, Case, count, missed, table
 __all__ = ["main"]
 
 OUT = Path("build/vllm")
-FOLDER = OUT / "upstream_tests"
-VERSION = "0.32.0"
+VERSION = vllm.__version__.partition("+")[0]
+FOLDER = OUT / "upstream_tests" / VERSION
 WANTED = ("test_scheduler.py", "test_integration.py")
 INSIDE = f"vllm-{VERSION}/tests/v1/simple_kv_offload"
 OPT = {

@@ -28,6 +28,7 @@ SAID_AGAIN: Mapping[str, str] = {
     "test_reset_pending_eager_stores": "test_a_reset_forgets_stores_under_way",
     "test_reset_releases_pending_cpu_hits": "test_a_reset_forgets_hits",
     "test_reset_pending_loads": "test_a_reset_lets_loads_end",
+    "test_chunked_local_cpu_lookup_requires_chunk_aligned_prefix": "test_chunks_begin_at_the_start_of_the_prompt",
 }
 """Maps each test that reads attributes of vLLM's manager to the test of `proof.vllm.manager_behaviour` for it."""
 
@@ -36,6 +37,8 @@ OTHERWISE: Mapping[str, str] = {
     "test_cp_block_size_scaling": "test_cp_effective_block_size_store_and_load passes",
     "test_cp_lazy_target_blocks_scaling": "is about lazy stores",
     "test_lazy_target_blocks_ignore_non_prefix_cacheable_groups": "is about lazy stores",
+    "test_scheduler_uses_worker_aligned_num_cpu_blocks": "is about host blocks that its workers align",
+    "test_hybrid_store_uses_resolved_group_block_sizes": "our own test_ranks_that_share_a_block is about these sizes",
     "test_qsa_ring_group_is_never_stored_or_loaded": "test_scratch_group_excluded_from_store_and_load passes",
 }
 """Those that need not be said again, and why."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,17 @@ import pytest
 from proof.gpu.running import Ended
 from proof.vllm import __main__ as runner
 from proof.vllm.connector_tests import cases_of, row_of
-from proof.vllm.parts import PARTS, TOTAL_S, Part
+from proof.vllm.newer import lay
+from proof.vllm.parts import NEWER, PARTS, TOTAL_S, Part
 from proof.vllm.rows import Row, write
 from proof.vllm.verdicts import SAID_AGAIN, Case, count, missed, table
 
 
 def test_all_parts_have_time() -> None:
     """Their limits fit into the whole, and each is a module."""
-    assert sum(part.limit_s for part in PARTS) <= TOTAL_S
+    assert all(sum(part.limit_s for part in parts) <= TOTAL_S for parts in (PARTS, NEWER))
     folder = Path(runner.__file__).parent
-    assert all((folder / f"{part.name}.py").exists() for part in PARTS)
+    assert all((folder / f"{part.name}.py").exists() for part in (*PARTS, *NEWER))
     assert any(part.is_short for part in PARTS) and not all(part.is_short for part in PARTS)
 
 
@@ -73,6 +75,25 @@ def test_rows_of_an_earlier_run_do_not_count(tmp_path: Path, monkeypatch: pytest
     write([Row("old")], tmp_path / "a.json")
     assert run({"a": []}, tmp_path, monkeypatch) == 1
     assert "old" not in (tmp_path / runner.REPORT).read_text()
+
+
+def test_a_newer_python_lies_over_older_kernels(tmp_path: Path) -> None:
+    """Nothing of the older Python is left, and no compiled module of the newer one is taken."""
+    old = tmp_path / "vllm"
+    (old / "gone").mkdir(parents=True)
+    for name in ("__init__.py", "_C.abi3.so", "gone/module.py"):
+        (old / name).write_text("old")
+    wheel = tmp_path / "new.whl"
+    with zipfile.ZipFile(wheel, "w") as packed:
+        for name in ("vllm/__init__.py", "vllm/_C.abi3.so", "vllm/new/module.py", "vllm-2.dist-info/METADATA"):
+            packed.writestr(name, "new")
+    assert lay(tmp_path, wheel) == 3
+    wheel.unlink()
+    found = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    assert found == dict.fromkeys(("vllm/__init__.py", "vllm/new/module.py", "vllm-2.dist-info/METADATA"), "new") | {
+        "vllm/_C.abi3.so": "old"
+    }
+    assert not (old / "gone").exists()
 
 
 CASES = [

@@ -222,6 +222,40 @@ class _Locks:
 _locks = _Locks()
 
 
+def _check_owner(path: Path) -> None:
+    found = path.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError("path", f"{path} is no directory")
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & _OTHERS:
+        raise ConfigError("path", f"{path} must be this user's alone: chown it, and chmod it to 0700")
+
+
+def check_directory(path: str | os.PathLike[str], num_bytes: int) -> None:
+    """Raise `ConfigError` if `PosixDirectory(path)`, or the allocation of `num_bytes` in it, is sure to fail. Changes
+    nothing, and does not tell whether another process has the directory."""
+    wanted, own_bytes = Path(path), 0
+    try:
+        folder = next(each for each in (wanted, *wanted.absolute().parents) if os.path.lexists(each))
+        if folder == wanted:
+            _check_owner(folder)
+            own_bytes = sum(each.stat().st_blocks * BYTES_OF_BLOCKS for each in folder.iterdir() if each.is_file())
+        elif not folder.is_dir():
+            raise ConfigError("path", f"{wanted} cannot be made, because {folder} is no directory")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError("path", f"{folder} cannot be written by this user: chown it, or name another directory")
+        found = os.statvfs(folder)
+    except OSError as error:
+        raise ConfigError("path", f"{wanted} cannot be used: {error.strerror or error}") from error
+    free_bytes = found.f_bavail * found.f_frsize + own_bytes
+    if num_bytes > free_bytes:
+        problem = f"{num_bytes} bytes cannot be had on this disk, which has {free_bytes} free"
+        raise ConfigError("size", f"{problem}. Give less, or free space")
+
+
+BYTES_OF_BLOCKS = 512
+"""The unit of `st_blocks`."""
+
+
 class PosixDirectory:
     """The directory at `path`, made if it is missing, for this process alone: mode 0700, locked with `flock`. A child
     that Python forks does not keep the lock.
@@ -243,11 +277,7 @@ class PosixDirectory:
     def _make(self) -> None:
         with suppress(FileExistsError):
             self.path.mkdir(mode=0o700, parents=True)
-        found = self.path.stat()
-        if not stat.S_ISDIR(found.st_mode):
-            raise ConfigError("path", f"{self.path} is no directory")
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & _OTHERS:
-            raise ConfigError("path", f"{self.path} must be this user's alone: chown it, and chmod it to 0700")
+        _check_owner(self.path)
 
     def open(self, name: str) -> PosixFile:
         return PosixFile(os.open(self.path / name, _FILE | os.O_CREAT, 0o600))

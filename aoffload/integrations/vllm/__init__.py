@@ -5,12 +5,10 @@ vLLM is imported only with `AoffloadConnector`, which vLLM itself looks up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..._common.extras import needed
+from ..._vllm import internals
 from ..._vllm.refusals import check_early
 
 if TYPE_CHECKING:
@@ -18,13 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["AoffloadConnector", "register"]
 
-SUPPORTED = "vLLM 0.32 or 0.33"
-
 
 def register() -> None:
     """Make `kv_connector="AoffloadConnector"` known to vLLM. Entry point of the group `vllm.general_plugins`."""
-    with _vllm():
-        factory = import_module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
+    factory = internals.KVConnectorFactory
     if "AoffloadConnector" not in factory._registry:  # vLLM may load plugins more than once in a process
         factory.register_connector("AoffloadConnector", __name__, "AoffloadConnector")
 
@@ -32,15 +27,6 @@ def register() -> None:
 def __getattr__(name: str) -> Any:
     if name != "AoffloadConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with _vllm():
-        found = import_module("aoffload._vllm.connector").AoffloadConnector
+    found = import_module("aoffload._vllm.connector").AoffloadConnector
     check_early()
     return found
-
-
-@contextmanager
-def _vllm() -> Iterator[None]:
-    """A context for imports from vLLM. It raises `MissingExtra` if vLLM is not installed, and `UnsupportedVersion` if
-    the installed version lacks the module."""
-    with needed("vllm", "AoffloadConnector", SUPPORTED):
-        yield

@@ -228,6 +228,39 @@ class LoraManager:
         return found
 
 
+class Worker:
+    """vLLM's worker, as far as sleep goes: it registers KV tensors, and discards their memory and that of the weights.
+    A number stands for the weights."""
+
+    def __init__(self, copier: Any, memory: torch.Tensor) -> None:
+        self.copier, self.memory = copier, memory
+        self.model_runner, self.model = self, torch.nn.Linear(3, 5)
+        self.load_weights(0)
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+    def load_weights(self, number: int) -> None:
+        for each in self.model.parameters():
+            each.data.fill_(number)
+
+    @property
+    def number(self) -> int:
+        return int(self.model.bias[0])
+
+    def register(self, layers: Iterable[str]) -> None:
+        self.copier.register_kv_caches(dict.fromkeys(layers, self.memory))
+
+    def sleep(self, level: int) -> None:
+        self.copier.unregister_kv_caches()
+        self.memory.zero_()
+        if level == 2:
+            self.load_weights(99)  # whatever the memory has then
+
+    def wake_up(self) -> None:
+        self.copier.restore_kv_caches()
+
+
 def kv_tensor(num_blocks: int, num_layers: int = 2) -> tuple[torch.Tensor, Any]:
     """The memory of a KV cache, layer after layer, and vLLM's description of it."""
     plane = num_blocks * PAGE_BYTES

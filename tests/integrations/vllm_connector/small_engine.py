@@ -13,10 +13,11 @@ from typing import Any
 from unittest.mock import patch
 
 import attrs
-from engine_doubles import BLOCK, PAGE_BYTES, LoraManager, Manager, Request, kv_tensor
+from engine_doubles import BLOCK, PAGE_BYTES, LoraManager, Manager, Request, Worker, kv_tensor
 from vllm_configs import kv_cache_config, vllm_config
 from vllm_doubles import AoffloadConnector, KVConnectorRole, vllm_importable
 
+from aoffload._vllm import refusals
 from aoffload._vllm.messages import Commands
 from aoffload._vllm.replicas import WorkerReplicas
 from aoffload._vllm.scheduler import SchedulerSide
@@ -52,6 +53,7 @@ class SmallEngine:
         most_tokens: int = 1_000,
         has_latents: bool = False,
         drafts: Any = None,
+        can_sleep: bool = False,
         **extra: Any,
     ) -> None:
         """`drafts`: vLLM's speculative configuration. The second layer is then a draft layer, and each request is given
@@ -64,10 +66,12 @@ class SmallEngine:
         described = kv_cache_config(num_blocks, windows, has_latents=has_latents)
         next_replica = iter(replicas_of(num_ranks)).__next__
         with vllm_importable(), patch.object(WorkerReplicas, "of_tensor_parallel_group", next_replica):
-            config = vllm_config(num_ranks, drafts=drafts, **extra)
-            self.connector = AoffloadConnector(config, KVConnectorRole.SCHEDULER, described)
             configs = [vllm_config(num_ranks, rank, drafts=drafts, **extra) for rank in range(num_ranks)]
-            self.copiers = [AoffloadConnector(config, KVConnectorRole.WORKER, described) for config in configs]
+            for config in configs:
+                config.model_config.enable_sleep_mode = can_sleep
+            with patch.object(refusals, "tells_of_sleep", lambda: can_sleep):
+                self.connector = AoffloadConnector(configs[0], KVConnectorRole.SCHEDULER, described)
+                self.copiers = [AoffloadConnector(config, KVConnectorRole.WORKER, described) for config in configs]
         self.files: dict[str, int] = {}
         """What adapters there are, by path: a number stands for their weights."""
         self.loras = [LoraManager(config.lora_config, self.files) for config in configs]
@@ -77,12 +81,11 @@ class SmallEngine:
             with vllm_importable():
                 self.connector.bind_kv_cache_manager(self.manager)
         self.memories = [kv_tensor(num_blocks)[0] for _ in self.copiers]
+        self.owners = [Worker(copier, memory) for copier, memory in zip(self.copiers, self.memories, strict=True)]
+        """vLLM's workers."""
         layers = kv_tensor(num_blocks)[1].layers
         with ThreadPoolExecutor(num_ranks) as workers:  # as processes do, they register at the same time
-            done = [
-                workers.submit(copier.register_kv_caches, dict.fromkeys(layers, memory))
-                for copier, memory in zip(self.copiers, self.memories, strict=True)
-            ]
+            done = [workers.submit(worker.register, layers) for worker in self.owners]
         for one in done:
             one.result()
         self.waiting: list[Request] = []
@@ -245,8 +248,8 @@ class SmallEngine:
             self.manager.cache(request, request.num_computed_tokens + scheduled[request.request_id])
         num_wrong = len(self.wrong)
         worker_outputs = [
-            self._work(copier, bound, memory, lora, ready, scheduled)
-            for copier, memory, lora in zip(self.copiers, self.memories, self.loras, strict=True)
+            self._work(owner, bound, lora, ready, scheduled)
+            for owner, lora in zip(self.owners, self.loras, strict=True)
         ]
         self.worker_outputs.append(worker_outputs)
         self._handle_lost(worker_outputs)
@@ -273,14 +276,16 @@ class SmallEngine:
         return found
 
     def _work(
-        self, copier: Any, bound: Any, memory: Any, lora: LoraManager, ready: list[Request], scheduled: dict[str, int]
+        self, owner: Worker, bound: Any, lora: LoraManager, ready: list[Request], scheduled: dict[str, int]
     ) -> Any:
         """What vLLM's model runner does in a step."""
+        copier = owner.copier
         copier.bind_connector_metadata(bound)
         copier.start_load_kv(None)
         lora.set_active_adapters([request.lora_request for request in ready if request.lora_request is not None], None)
         for request in ready:
-            self._forward(memory, request, scheduled[request.request_id], lora.number(request.lora_request))
+            weights = owner.number + lora.number(request.lora_request)
+            self._forward(owner.memory, request, scheduled[request.request_id], weights)
         copier.wait_for_save()
         results = copier.get_transfer_results(set())
         invalid = copier.get_block_ids_with_load_errors()
@@ -349,6 +354,19 @@ class SmallEngine:
                 return
             self.step()
         raise AssertionError(f"not at rest: {[request.request_id for request in self.waiting]}")
+
+    def sleep(self, level: int = 1) -> None:
+        """As vLLM 0.33. Before the workers sleep, it preempts all requests, and resets both caches."""
+        while self.running:
+            self.preempt(self.running[-1])
+        self.manager.evict_all()
+        assert self.connector.reset_cache()
+        for owner in self.owners:
+            owner.sleep(level)
+
+    def wake_up(self) -> None:
+        for owner in self.owners:
+            owner.wake_up()
 
     # -- the model ------------------------------------------------------------------------------------------------
 

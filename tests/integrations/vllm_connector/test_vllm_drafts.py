@@ -14,7 +14,7 @@ from small_engine import SmallEngine, counted
 from vllm_configs import eagle, kv_cache_config, vllm_config
 from vllm_doubles import AoffloadConnector
 
-from aoffload._vllm.drafts import NO_DRAFTS, Drafts, models_of
+from aoffload._vllm.drafts import NO_DRAFTS, Drafts, model_paths
 from aoffload._vllm.settings import given_namespace
 from aoffload.errors import ConfigError
 
@@ -146,8 +146,9 @@ def test_a_draft_model_of_a_hub_needs_a_namespace() -> None:
     loaded."""
     extra = {"disk": {"path": "/cache", "size": "1GiB"}}
     with pytest.raises(ConfigError, match="namespace: is needed with disk") as caught:
-        given_namespace(extra, models_of(vllm_config(drafts=eagle())))
+        given_namespace(extra, model_paths(vllm_config(drafts=eagle())))
     assert caught.value.argument == "namespace"
     assert (
-        given_namespace({**extra, "namespace": "both models"}, models_of(vllm_config(drafts=eagle()))) == "both models"
+        given_namespace({**extra, "namespace": "both models"}, model_paths(vllm_config(drafts=eagle())))
+        == "both models"
     )

@@ -20,6 +20,7 @@ from vllm_doubles import CONNECTOR, NAMES, AoffloadConnector, KVConnectorRole, v
 
 import aoffload.integrations.vllm as package
 from aoffload import ConfigError
+from aoffload._vllm.internals import FIELDS, SUPPORTED
 from proof.vllm.models import DENSE
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -187,14 +188,20 @@ def test_vllm_itself_refuses_before_it_loads_weights(tmp_path: Path) -> None:
             arguments.create_engine_config()
 
 
-@pytest.mark.parametrize("lacks", ["vllm.v1.metrics.cache_hit_source", "SupportsHMA"])
+@pytest.mark.parametrize("lacks", ["vllm.v1.metrics.cache_hit_source", "SupportsHMA", "get_cached_block"])
 def test_another_version_of_vllm_is_named(tmp_path: Path, lacks: str) -> None:
     """What the connector needs of vLLM has moved there: the error says which version is installed, and which are
     supported. It does not say that vLLM is missing."""
-    for name in (*NAMES, "vllm.v1", "vllm.v1.metrics", "vllm.distributed", "vllm.lora"):
+    folders = ("vllm.v1", "vllm.v1.metrics", "vllm.v1.core", "vllm.v1.core.sched", "vllm.lora", "vllm.multimodal")
+    for name in (*NAMES, *folders):
         path = tmp_path.joinpath(*name.split("."))
         path.mkdir(parents=True, exist_ok=True)
-        text = "\n".join(f"class {each}: pass" for each in NAMES.get(name, {}) if each not in (lacks, "__version__"))
+        classes = {each: FIELDS.get(name, {}).get(each, ()) for each in NAMES.get(name, {}) if each[0].isalpha()}
+        text = "\n".join(
+            f"class {each}:\n    a: int\n" + "".join(f"    {field}: int\n" for field in fields if field != lacks)
+            for each, fields in classes.items()
+            if each != lacks
+        )
         (path / "__init__.py").write_text(text + "\n__version__ = '0.31.0'\n")
     if "." in lacks:
         shutil.rmtree(tmp_path.joinpath(*lacks.split(".")))
@@ -207,7 +214,7 @@ def test_another_version_of_vllm_is_named(tmp_path: Path, lacks: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.startswith("0.31.0 AoffloadConnector does not go with vllm 0.31.0, which has no "), done.stderr
-    assert lacks in done.stdout and done.stdout.endswith(f"install {package.SUPPORTED}\n")
+    assert lacks in done.stdout and done.stdout.endswith(f"install {SUPPORTED}\n")
 
 
 def test_speculation_without_kv_of_its_own_is_no_obstacle() -> None:

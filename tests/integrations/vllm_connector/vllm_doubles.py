@@ -16,14 +16,12 @@ from typing import Any
 
 import attrs
 
+from aoffload._vllm.internals import FIELDS
+
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
 OURS = ("connector", "statistics")
 """The modules of the connector that import vLLM as they are imported."""
-
-
-class VllmConfig:
-    """Only named in annotations."""
 
 
 class Role(Enum):
@@ -167,9 +165,12 @@ def window_of(spec: Any) -> int | None:
     return found
 
 
+class Factory:
+    """Only looked for."""
+
+
 NAMES: dict[str, dict[str, Any]] = {
-    "vllm": {"__version__": "0"},
-    "vllm.config": {"VllmConfig": VllmConfig},
+    "vllm": {"__version__": "0.32.0"},
     "vllm.distributed.kv_events": {"BlockRemoved": BlockRemoved, "BlockStored": BlockStored},
     "vllm.v1.core.kv_cache_utils": {"maybe_convert_block_hash": converted},
     "vllm.distributed.kv_transfer": {"get_kv_transfer_group": Connector, "has_kv_transfer_group": bool},
@@ -182,6 +183,8 @@ NAMES: dict[str, dict[str, Any]] = {
         "SupportsHMA": SupportsHMA,
     },
     f"{CONNECTOR}.v1.metrics": {"KVConnectorPromMetrics": PromMetrics, "KVConnectorStats": Statistics},
+    f"{CONNECTOR}.factory": {"KVConnectorFactory": Factory},
+    "vllm.distributed": {"get_tp_group": Connector},
     "vllm.lora.worker_manager": {"WorkerLoRAManager": WorkerLoRAManager},
     "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": CacheHitSource},
     "vllm.v1.kv_cache_interface": {
@@ -194,6 +197,11 @@ NAMES: dict[str, dict[str, Any]] = {
         "get_kv_cache_spec_sliding_window": window_of,
     },
 }
+
+for module_name, made in FIELDS.items():
+    for class_name, fields in made.items():
+        stand_in = type(class_name, (), {"__annotations__": dict.fromkeys(fields, object)})
+        NAMES.setdefault(module_name, {}).setdefault(class_name, stand_in)
 
 
 @contextmanager
