@@ -123,6 +123,8 @@ class EngineOffers:
     configured."""
     num_rows: int
     learning: Learning | None = None
+    unit_blocks: int = field(init=False)
+    """Blocks of a unit over all components."""
     deferred: dict[str, Deferred] = field(default_factory=dict)
     """By request id, the oldest first."""
     _step_blocks: int = 0
@@ -136,6 +138,9 @@ class EngineOffers:
     """Jobs that `offer_deferred` has planned but not returned, because `find` raised for a later request."""
     _ends: dict[HostCacheRequest, End] = field(default_factory=dict)
     """The end of each request's path at the last offer. The next offer usually begins there."""
+
+    def __post_init__(self) -> None:
+        self.unit_blocks = sum(component.width for component in self.cache.layout.components)
 
     def reached(self, request: HostCacheRequest, run: Run) -> None:
         """Record that the index has the tokens of `request` up to the end of `run`."""
@@ -295,7 +300,7 @@ class EngineOffers:
     def computed(self, num_units: int) -> None:
         """Count `num_units` units that were computed since the previous offer and are offered now for the first
         time."""
-        num_blocks = num_units * sum(component.width for component in self.cache.layout.components)
+        num_blocks = num_units * self.unit_blocks
         self._computed_blocks = num_blocks + (self._computed_blocks if self._knows_steps else 0)
         self._step_blocks = max(self._step_blocks, min(self._computed_blocks, self.max_step_blocks))
 

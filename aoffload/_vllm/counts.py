@@ -103,7 +103,14 @@ class Counts:
 
 def _link(source: Tier, destination: Tier) -> str:
     """The direction, and the tier below: the source of a load, or the destination of a store."""
-    return f"{'load' if destination < source else 'store'}|{max(source, destination).name.lower()}"
+    return _LINKS[source, destination]
+
+
+_LINKS = {
+    (one, other): f"{'load' if other < one else 'store'}|{max(one, other).name.lower()}"
+    for one in Tier
+    for other in Tier
+}
 
 
 def blocks_of(tiers: Iterable[TierBlocks]) -> dict[str, float]:

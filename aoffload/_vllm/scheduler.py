@@ -360,6 +360,8 @@ class SchedulerSide:
 
     def _take_over(self) -> list[EngineRequest]:
         """The requests whose load has ended and for which vLLM still waits."""
+        if not self._over:
+            return []  # in most steps
         over = [found for found in self._over if found.wait is Wait.LOAD]
         self._over.clear()
         return over
