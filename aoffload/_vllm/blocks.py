@@ -64,7 +64,7 @@ class EnginePool:
         return found
 
     def is_private(self, block_id: int) -> bool:
-        """Whether the block has one owner: the request that has it, or the copy that holds it."""
+        """Whether the block has one owner: a request, or a copy that holds the block."""
         return bool(self.pool.blocks[block_id].ref_cnt == 1)
 
     @property

@@ -72,7 +72,7 @@ _SOURCES = {
     Tier.DISK: CacheHitSource.DISK,
     Tier.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,
 }
-"""vLLM's names of the tiers. Its name for a remote store is the last one."""
+"""vLLM's names of the tiers. vLLM has no name for a remote store."""
 
 
 class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -104,7 +104,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._event_groups = event_groups(kv_cache_config, groups)
         self._take_events: Callable[[], list[Any]] = list
         self._has_events: Callable[[], bool] = bool
-        """Whether `take_events` has to be called again."""
+        """Whether there are events for another step."""
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             block_bytes = block_bytes_of(placements)

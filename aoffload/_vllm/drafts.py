@@ -1,20 +1,21 @@
 """Draft layers of a model: EAGLE, MTP and similar methods of speculative decoding.
 
-A draft layer at token i reads the embedding of token i + 1, beside the state of the target model at token i. So its KV
-at token i depends on one token more than the KV of the target's layers, and a module of several reads further ahead.
-In vLLM, draft layers usually share a group, and so blocks, with layers of the target. vLLM names such blocks by their
-own tokens. It drops the last block of each hit, and computes it again, because the token after it may be another one.
+A draft layer at token i reads the embedding of token i + 1 and the state of the target model at token i. So the KV of a
+draft layer at token i depends on one token more than the KV of the target's layers. Several draft layers in a row may
+read further ahead. In vLLM, draft layers usually share a group, and therefore blocks, with layers of the target. vLLM
+hashes only the tokens of the block. It drops the last block of each hit and computes that block again, because the
+token after the block may differ.
 
-Here, the identity of a block has all tokens that its KV depends on. The prefix of a request begins after its first
-`num_ahead` tokens, which are part of its root. So the unit of the ledger that has the KV of tokens [16, 32) is
-identified by tokens [17, 33), and by those before them. Three rules follow, without a line of code for any of them:
+Here, the identity of a block has all tokens that the block's KV depends on. The prefix of a request begins after the
+request's first `num_ahead` tokens, and these tokens are part of the root. So tokens [17, 33), and the tokens before
+them, identify the unit of the ledger that has the KV of tokens [16, 32). Three rules follow, and need no code:
 
-- A unit is stored once the token after it is known, one token later than without drafts. By then, the draft layers have
-  written the unit's last KV for that token, and not for a draft that was rejected.
-- Prompts that part at the end of a block share the blocks before it, but not that block.
-- A hit needs no dropped block.
+- A unit is stored when the token after it is known, one token later than without drafts. By then, the draft layers have
+  computed the unit's last KV from that token, and not from a rejected draft.
+- Two prompts that differ first in the token after a block do not share that block. They share the blocks before it.
+- A hit keeps its last block.
 
-The target verifies every draft, so a wrong identity would change no output. It would cost accepted drafts.
+The target verifies every draft. So a wrong identity would change no output, but would cost accepted drafts.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ import attrs
 
 @attrs.frozen
 class Drafts:
-    """What the draft layers of an engine depend on."""
+    """How far the draft layers of an engine read ahead, and what vLLM does about it."""
 
     num_ahead: int = 0
     """Tokens after token i on which the KV at token i depends; 0 without draft layers."""
     are_dropped: bool = False
-    """Whether vLLM drops the last block of a hit in its own prefix cache. A load of that block alone would delay the
-    request for a block that vLLM computes with the rest of the prompt."""
+    """Whether vLLM drops the last block of a hit in its own prefix cache. A load of that block alone would only delay
+    the request, because vLLM computes the block with the rest of the prompt."""
 
     @classmethod
     def of(cls, vllm_config: Any) -> Drafts:
@@ -52,6 +53,6 @@ def draft_model_of(vllm_config: Any) -> Any:
 
 
 def model_paths(vllm_config: Any) -> tuple[str, ...]:
-    """The models whose weights decide the KV: that of the engine, and that of its draft layers if it is another one."""
+    """Paths of the models whose weights decide the KV: the engine's model, and the draft model if it is another one."""
     found = [vllm_config.model_config, draft_model_of(vllm_config)]
     return tuple(dict.fromkeys([str(model.model) for model in found if model is not None]))

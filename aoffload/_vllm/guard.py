@@ -150,12 +150,12 @@ class Guard:
 
 # -- sleep -----------------------------------------------------------------------------------------------------------
 #
-# vLLM resets the cache before it sleeps, and tells connectors neither that it is about to sleep, nor whether it will
-# keep the weights, nor whether somebody loads other weights while it sleeps. So a reset only stops loads. With the next
-# step, each worker is asked how often it has slept, and whether it still has the weights of all KV that it has stored.
+# vLLM resets the cache before it sleeps. It does not tell connectors why it resets the cache, whether it will keep the
+# weights, or whether other weights are loaded during sleep. So a reset only stops loads. The next step asks each worker
+# how often it has slept, and whether it still has the weights with which all stored KV was computed.
 #
-#     as many sleeps as resets, the same weights    the tiers keep what they have
-#     otherwise                                     they forget it
+#     as many sleeps as resets, the same weights    the tiers keep their KV
+#     otherwise                                     the tiers forget their KV
 
 
 class SleepGuard:
@@ -166,7 +166,7 @@ class SleepGuard:
         self.half, self.allocated, self.finished = guard.half, guard.allocated, guard.finished
         self.take_counts, self.hit_tiers, self.frees_soon = guard.take_counts, guard.hit_tiers, guard.frees_soon
         self._num_resets = 0
-        """Resets since the last question; 0: there is no doubt about the weights."""
+        """Resets since the workers last answered; 0: the weights are those of the cached KV."""
         self._question = 0
         """The number of the last question."""
         self._has_asked = False
@@ -186,7 +186,7 @@ class SleepGuard:
 
     def match(self, request: Any, num_local: int) -> int | None:
         if self._num_resets and not self.off_reason:
-            return None  # ask again: the answer comes with the step that begins now
+            return None  # vLLM has to ask again, because the step that begins now asks the workers
         return self._guard.match(request, num_local)
 
     def step(self, output: Any) -> Commands:
@@ -211,12 +211,12 @@ class SleepGuard:
             return
         has_slept = all(answer.num_sleeps == self._num_resets for answer in self._answers.values())
         if has_slept and all(answer.is_same for answer in self._answers.values()):
-            _log.info("aoffload: the weights are as before the sleep: all that is cached is kept")
+            _log.info("aoffload: the weights are the same as before sleep: the cache keeps its KV")
         else:
             self._guard.reset()
         self._num_resets = 0
 
     def flush(self, worker: WorkerSide) -> None:
-        if self._num_resets:  # no step has asked
+        if self._num_resets:  # not all workers have answered
             self._guard.reset()
         self._guard.flush(worker)

@@ -1,13 +1,12 @@
 """All that this package imports from vLLM, and a list of all that it reads of vLLM's objects.
 
 vLLM documents one interface for connectors: the hooks of `KVConnectorBase_V1`, and the classes that these hooks pass.
-Everything else may move with any release: where the modules are, and the fields of requests, blocks, configurations
-and of the block pool. No other file of the package imports vLLM. `check` looks for every field by its name, when the
-class of the connector is looked up. So a version that lacks one is refused while vLLM checks its configuration. The
-other files read the fields themselves, because the scheduler's step has no time for another call.
+Any release of vLLM may move everything else: modules, and the fields of requests, blocks, configurations and the block
+pool. No other file of the package imports vLLM. When vLLM imports the class of the connector, `check` looks for every
+field by its name. So a version that lacks a field is refused while vLLM checks its configuration. The other files read
+the fields directly, because a function for each field would slow down the scheduler's step.
 
-A name is looked up when it is used: `from .internals import VllmConfig` imports `vllm.config`. This file can be
-imported without vLLM.
+`from .internals import VllmConfig` imports `vllm.config` at that moment. So this file can be imported without vLLM.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ FIELDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }  # fmt: skip
 """By module and class, the fields and methods that the connector reads and calls. `prefix_cache_retention_interval` of
-`CacheConfig` and the inside of `WorkerLoRAManager` are not here: without them the connector works, with less."""
+`CacheConfig` and the fields of `WorkerLoRAManager` are not here, because the connector works without them."""
 
 
 def __getattr__(name: str) -> Any:
@@ -151,13 +150,13 @@ def _assigned(found: type) -> Iterator[str]:
 
 
 def version() -> str:
-    """The version of vLLM that is installed; empty if it does not tell."""
+    """The installed version of vLLM; empty if vLLM has no `__version__`."""
     with _vllm():
         return str(getattr(import_module("vllm"), "__version__", ""))
 
 
 def untried() -> str:
-    """A sentence about the installed version, if the connector was not run with it; else empty."""
+    """A warning about the installed version if the connector was not run with that version; else empty."""
     installed = version().partition("+")[0]
     return "" if installed in RUN_WITH else f"vLLM {installed} was not tried; {' and '.join(RUN_WITH)} were"
 
@@ -179,7 +178,7 @@ def _vllm() -> Iterator[None]:
 
 
 def tells_of_sleep() -> bool:
-    """Whether this version calls connectors before it unmaps the KV tensors: 0.33 does, and 0.32 does not."""
+    """Whether this version of vLLM calls connectors before it unmaps the KV tensors. 0.33 does; 0.32 does not."""
     return hasattr(_found(NAMES["KVConnectorBase_V1"], "KVConnectorBase_V1"), "unregister_kv_caches")
 
 
@@ -187,8 +186,8 @@ def tells_of_sleep() -> bool:
 
 
 def calling_worker() -> Any:
-    """vLLM's worker whose call this is. It registers KV tensors, and goes to sleep, on behalf of the connector. None if
-    no caller is a worker."""
+    """vLLM's worker that calls the connector, to register KV tensors or before it sleeps. None if no caller is a
+    worker."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")

@@ -1,37 +1,39 @@
 """KV events of host memory and the disk, which vLLM publishes together with the events of its own blocks.
 
-vLLM's scheduler asks its connector for events at the end of each step, and publishes them in the same batch, under the
-same topic, right after those of its block pool. A router therefore sees one worker with three media.
+At the end of each step, vLLM's scheduler asks its connector for events. It publishes these events in the same batch and
+under the same topic as the events of its block pool, right after them. So a router sees one worker with three media.
 
 **Hashes are vLLM's own.** Routers join the media by `block_hashes`. Dynamo walks from the last block that a worker has
-on its GPU to the children of that hash in host memory, then to those on the disk. llm-d looks the parent of a new block
-up by its hash, whatever medium has named it. So a block has to have the same hash in each medium, and ours is the hash
-that vLLM has computed for the request (`Request.block_hashes`), never one that is computed here: vLLM may change its
-function. A block of group `g` has the block size of that group, and its hash is that of the last of its hash blocks, as
-in vLLM's events.
+on its GPU to the children of that hash in host memory, and then to the children on the disk. llm-d looks up the parent
+of a new block by the parent's hash, in any medium. So a block needs the same hash in each medium. The connector takes
+the hash that vLLM has computed for the request (`Request.block_hashes`). It never computes a hash, because vLLM may
+change its function. A block of a group has the block size of that group. As in vLLM's events, its hash is the hash of
+the last hash block in it.
 
 **How a block gets its hash.** The index identifies a block by aoffload's digest of the prompt up to the block's end.
-vLLM's hash is learned when both are known:
+The connector learns vLLM's hash from a request that has the block:
 
-    store lands      the request that stored the blocks has their hashes
-    match            the request that hits blocks has their hashes, too: blocks that a restart has found on the disk,
-                     and blocks that a fetch has brought
+    a store lands    the request that stored the blocks has their hashes
+    a match          the request that hits blocks has their hashes, too. A restart may have found the blocks on the
+                     disk, or a fetch may have brought them
 
-Until then a block is *unnamed*, and no event names it: a router misses blocks that no request has asked for since the
-restart. An entry for each cached unit (`_Unit`) keeps its hashes while a tier holds it. It costs some 300 bytes a unit.
+Until then a block is *unnamed*, and no event names the block. So a router misses blocks that no request has hit since
+the restart. An entry for each cached unit (`_Unit`) keeps the unit's hashes while a tier holds the unit. The entry has
+some 300 bytes.
 
-**Never `AllBlocksCleared`.** Routers take that event for all media of a worker, so ours would drop vLLM's GPU blocks. A
-reset removes, by their hashes, the blocks that were named. vLLM's own `AllBlocksCleared` drops ours in the router,
-although host memory still holds them: when vLLM has cleared its pool, all blocks are removed and named again. (A router
-that takes the event for the GPU alone needs the removals.) The same happens if a step falls behind `MAX_CHANGES`.
+**No `AllBlocksCleared`.** Routers take that event for all media of a worker, so it would drop vLLM's GPU blocks. A
+reset of the connector removes the named blocks by their hashes. vLLM's own `AllBlocksCleared` drops the connector's
+blocks in the router, although host memory still holds them. So when vLLM has cleared its pool, the connector removes
+all blocks and names them again. (A router that takes the event for the GPU alone needs the removals.) The connector
+does the same if more than `MAX_CHANGES` changes wait.
 
-**Bounds.** A step names or removes about `UNITS_PER_STEP` units; the rest waits for the next step, which vLLM is asked
-to run. All calls come from the thread of vLLM's scheduler.
+**Bounds.** A step names or removes about `UNITS_PER_STEP` units. The other units wait for the next step, and the
+connector asks vLLM to run that step. All calls come from the thread of vLLM's scheduler.
 
-**Several blocks of one hash.** vLLM's hash contains the name of a LoRA adapter, the index the SHA-256 of its weights.
-If the weights change under one name, blocks of both have one hash. With draft layers, the index identifies a block by
-the tokens that its drafts read ahead, too (see `drafts`), so two blocks with the same tokens may have one hash. Such
-blocks count as one block until the last of them is evicted.
+**Several blocks of one hash.** vLLM's hash contains the name of a LoRA adapter; the index contains the SHA-256 of the
+adapter's weights. If the weights change under one name, blocks of the old and the new weights have one hash. With draft
+layers, the identity of a block in the index has tokens after the block, too (see `drafts`), so two blocks with the same
+tokens have one hash. Such blocks count as one block until the last of them is evicted.
 """
 
 from __future__ import annotations
@@ -66,9 +68,9 @@ NOBODY = Owner()
 
 
 class _Unit:
-    """A cached unit: its hashes, the hash before it, and the places that hold it. `hashes` is empty while the unit is
-    unnamed. `first`: with draft layers, the unit's first tokens, which the index has in the unit before. `spans`: the
-    multi-modal inputs that touch it."""
+    """A cached unit: its hashes, the hash before the unit, and the places that hold the unit. `hashes` is empty while
+    the unit is unnamed. `first`: with draft layers, the unit's first tokens, which the index has in the unit before.
+    `spans`: the multi-modal inputs that touch the unit."""
 
     __slots__ = ("first", "hashes", "owner", "parent", "places", "spans")
 
@@ -83,15 +85,16 @@ class _Unit:
 
 
 Named: TypeAlias = tuple[int, bytes, _Unit]
-"""A unit of a run, by number and digest."""
+"""A unit of a run, with its number and its digest."""
 
 
 class RouterEvents(LedgerExtension):
     """An extension of the connector's `HostCache` that makes the events of its tiers.
 
-    `groups`: per group of the ledger. `find`: vLLM's request by its id; None: not known. `cleared`: another object each
-    time vLLM has cleared its block pool. `is_off`: whether the cache has turned itself off. `convert`: vLLM's hash as
-    events have it. `make`: vLLM's event from its fields. `num_ahead`: see `Drafts`.
+    `groups`: one for each group of the ledger. `find`: returns vLLM's request by its id, or None. `cleared`: returns
+    another object after each reset of vLLM's block pool. `is_off`: whether the cache has turned itself off. `convert`:
+    turns vLLM's hash into the hash of an event. `make`: makes vLLM's event of the event's fields. `num_ahead`: see
+    `Drafts`.
     """
 
     def __init__(
@@ -115,21 +118,21 @@ class RouterEvents(LedgerExtension):
         self._seen = cleared()
         self._units_per_step, self._max_changes = units_per_step, max_changes
         self._units: dict[bytes, _Unit] = {}
-        """By digest: the units that some tier holds, as far as changes were processed."""
+        """By digest: the units that a tier holds, according to the changes that were processed."""
         self._num_unnamed = 0
         self._leaving: dict[bytes, _Unit] = {}
-        """The units before a reset, which have to be removed before anything else is told."""
+        """The units from before a reset. Events have to remove them before any other event."""
         self._learned: dict[bytes, _Unit] = {}
-        """Units with hashes that changes in the queue may need: those of stores, and those that no tier holds any more.
-        Kept until the queue is empty."""
+        """Units whose hashes the changes in the queue may need: stored units, and units that no tier holds any more.
+        They are kept until the queue is empty."""
         self._twins: Counter[tuple[int, Any]] = Counter()
-        """By place and hash, the number of named units, where several may have one hash."""
+        """By place and hash, the number of named units. Only for units that may share a hash with another unit."""
         self._settled: list[tuple[list[Change], str]] = []
         self._matched: list[tuple[list[Change], str]] = []
-        """Units to learn, with the request that has their hashes."""
+        """Units without hashes, with the id of the request that has the hashes."""
         self._requests: dict[str, Any] = {}
         self._ended: set[str] = set()
-        """Requests that are over, some of whose stores may not be."""
+        """Requests that have ended. Their stores may still run."""
         self._is_over = False
 
     # -- called by the ledger -------------------------------------------------------------------------------------
@@ -168,11 +171,11 @@ class RouterEvents(LedgerExtension):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there is more to tell: vLLM has to run another step."""
+        """Whether more events wait, so that vLLM has to run another step."""
         return bool(self._leaving) or not (self._is_over or self._changes.is_empty)
 
     def take(self) -> list[Any]:
-        """The events since the last call. An error ends them: later calls remove all blocks that were named."""
+        """The events since the last call. After an error, later calls only remove all named blocks."""
         events: list[Event] = []
         try:
             self._take(events)
@@ -186,7 +189,7 @@ class RouterEvents(LedgerExtension):
             return []
 
     def _fail(self) -> None:
-        _log.exception("aoffload: host memory has no more KV events")
+        _log.exception("aoffload: KV events of host memory and disk have ended, because of an error")
         if self._is_over:
             self._leaving.clear()
         else:
@@ -222,7 +225,7 @@ class RouterEvents(LedgerExtension):
         self._forget_requests()
 
     def _end(self) -> None:
-        """Host memory is not used any more. Everything that was named is removed."""
+        """Stop. Later calls of `take` remove all named blocks."""
         self._is_over = True
         self._changes.end()
         self._leaving, self._units = {**self._leaving, **self._units}, {}
@@ -242,7 +245,7 @@ class RouterEvents(LedgerExtension):
     # -- hashes ---------------------------------------------------------------------------------------------------
 
     def _learn(self, events: list[Event]) -> None:
-        """Give the units of stores that have landed, and of matches, their hashes."""
+        """Give the units of landed stores and of matches their hashes."""
         for source in (self._settled, self._matched):
             early: list[tuple[list[Change], str]] = []
             for changes, name in source:
@@ -253,7 +256,7 @@ class RouterEvents(LedgerExtension):
             source[:] = early
 
     def _learn_from(self, request: Any, changes: Iterable[Change], events: list[Event]) -> list[Change]:
-        """Returns those of `changes` that have units without a hash: vLLM may make it when later tokens are known."""
+        """Returns the changes that still have units without a hash. vLLM may compute it when it knows more tokens."""
         lora, hashes, per_unit = request.lora_request, request.block_hashes, self._per_unit
         owner = NOBODY
         if lora is not None or request.cache_salt:
@@ -308,8 +311,8 @@ class RouterEvents(LedgerExtension):
         self._name(change, named, change.component, change.tier, events)
 
     def _name(self, change: Change, named: list[Named], component: int, tier: Tier, events: list[Event]) -> None:
-        """Name units of the run of `change`, in their order, which are now held in a place: one event for each group
-        and each stretch whose blocks follow each other."""
+        """Name units of the run of `change` that a place holds now, in their order. There is one event for each group
+        and each stretch of consecutive blocks."""
         place = component * len(Tier) + tier
         stretch: list[Named] = []
         for one in named:
@@ -360,7 +363,7 @@ class RouterEvents(LedgerExtension):
         return found.owner.lora_name is not None or self._num_ahead > 0
 
     def _is_gone(self, found: _Unit, place: int) -> bool:
-        """Whether a router has to hear that a place has lost a unit."""
+        """Whether an event has to tell routers that a place has lost the unit."""
         if not found.hashes:
             return False
         if not self._may_have_twins(found):
@@ -379,8 +382,8 @@ class RouterEvents(LedgerExtension):
             events.append(removed_event(group, self._media[Tier(tier)], hashes))
 
     def _remove_leaving(self, events: list[Event], most: int) -> int:
-        """Remove up to `most` units of before a reset, the last ones first. Their hashes are kept for the changes in
-        the queue."""
+        """Remove up to `most` units from before a reset, the last units first. Keep their hashes for the changes in the
+        queue."""
         gone: dict[int, list[_Unit]] = {}
         num = 0
         while self._leaving and num < most:
@@ -402,7 +405,7 @@ class RouterEvents(LedgerExtension):
 
 
 def event_groups(kv_cache_config: Any, groups: CachedGroups) -> list[EventGroup]:
-    """The groups of the ledger as vLLM's events describe them."""
+    """The descriptions of the ledger's groups in vLLM's events."""
     from .internals import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
     found = []
@@ -414,7 +417,7 @@ def event_groups(kv_cache_config: Any, groups: CachedGroups) -> list[EventGroup]
 
 
 def event_maker() -> Callable[[Event], Any]:
-    """Makes vLLM's own event of the fields of an event."""
+    """A function that makes vLLM's own event of an event's fields."""
     from .internals import BlockRemoved, BlockStored
 
     kinds = {"BlockStored": BlockStored, "BlockRemoved": BlockRemoved}
@@ -422,7 +425,7 @@ def event_maker() -> Callable[[Event], Any]:
 
 
 def hash_converter() -> Callable[[Any], Any]:
-    """Turns a hash of vLLM into that of an event: 64 bits, or the whole hash if vLLM is configured so."""
+    """A function that turns a hash of vLLM into the hash of an event: 64 bits or the whole, as vLLM is configured."""
     from .internals import maybe_convert_block_hash
 
     found: Callable[[Any], Any] = maybe_convert_block_hash
@@ -430,13 +433,13 @@ def hash_converter() -> Callable[[Any], Any]:
 
 
 def _units_of(run: Run, start: int, stop: int) -> list[Change]:
-    """Units `[start, stop)` of the path of `run`, as they are now."""
+    """Units `[start, stop)` of the path of `run`, one change for each run that has them now."""
     pieces = stretches(run, start, stop)
     return [Change.of(Kind.STORED, Tier.HOST, 0, each, first, last) for each, first, last in pieces]
 
 
 def _span_of(feature: Any) -> KeySpan:
-    """The place of a multi-modal input, with vLLM's identifier of it."""
+    """The span of a multi-modal input, with vLLM's identifier of the input."""
     start = feature.mm_position.offset
     return KeySpan(start, start + feature.mm_position.length, feature.identifier.encode())
 

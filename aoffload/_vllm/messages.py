@@ -113,11 +113,11 @@ class WeightsSeen:
 
     rank: int
     number: int
-    """The question."""
+    """The number of the question."""
     num_sleeps: int
-    """How often the rank has slept since the last question."""
+    """How often the rank has slept since its last answer."""
     is_same: bool
-    """Whether the weights of the model are those of all KV that the rank has stored."""
+    """Whether all KV that the rank has stored was computed with the weights that the model has now."""
 
 
 Said = RestoredRun | ReadingOver | ResetOver | DiskTrouble | CellsFound | Refusing | AdapterSeen | WeightsSeen
@@ -140,7 +140,7 @@ class Commands:
     """By job, the adapter weights for which the copy was planned. It has only jobs whose KV depends on an adapter."""
     forwards: tuple[FirstForward, ...] = ()
     weights_asked: int = 0
-    """The number of a question for the weights of the model; 0: none."""
+    """The number of the question whether the model has the same weights; 0: the step asks nothing."""
 
 
 NOTHING = Commands()
@@ -168,7 +168,7 @@ class Reports:
 
 
 class OneRank:
-    """In place of a `JobTally` for one rank: its report about a job is the completion of the job."""
+    """Takes the place of a `JobTally` if there is one rank: the rank's report is the completion of the job."""
 
     def begin(self, job_id: int, num_blocks: int) -> None:
         pass

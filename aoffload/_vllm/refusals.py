@@ -1,11 +1,11 @@
 """Refusals of configurations of vLLM in which the connector cannot work, each with the reason and a way out.
 
-vLLM makes connectors after it has loaded the weights of the model. But it imports the class of the connector earlier,
+vLLM makes connectors after it has loaded the weights of the model. But vLLM imports the class of the connector earlier,
 while it checks its configuration. `check_early` finds that configuration at the import. Under `MultiConnector`, vLLM
-imports the classes in their order, up to the first that does not support several KV cache groups.
+imports the classes in their order, up to the first class that does not support several KV cache groups.
 
-What needs the weights or the KV cache is checked later: the kinds of the model's KV caches, their layout in memory, and
-how many bytes a block has.
+The connector itself checks what is known only with the KV cache: the kinds of the model's KV caches, their layout in
+memory, and the number of bytes of a block.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _check_each(vllm_config: Any) -> None:
             child.kv_transfer_config = type(transfer)(**{"engine_id": transfer.engine_id, **given})
             try:
                 if child.kv_transfer_config.kv_connector == "AoffloadConnector":
-                    _check_policy(transfer)  # vLLM follows that of MultiConnector, not that of the child
+                    _check_policy(transfer)  # vLLM follows the policy of MultiConnector, not the child's
                 _check_each(child)
             except ConfigError as error:
                 place = f"`connectors[{number}]` of MultiConnector"
@@ -90,9 +90,10 @@ def _check_transfer(vllm_config: Any) -> None:
 
 def _check_policy(transfer: Any) -> None:
     if transfer.kv_load_failure_policy != "recompute":
-        got = f"{transfer.kv_connector} got {transfer.kv_load_failure_policy!r}"
-        problem = 'must be "recompute": a load that fails is computed, since a cache must not fail a request'
-        raise ConfigError("kv_load_failure_policy", f"{problem} ({got}). Set it in --kv-transfer-config")
+        name = transfer.kv_connector
+        got = f"{name} got {transfer.kv_load_failure_policy!r}"
+        problem = 'must be "recompute", because a cache must not fail a request'
+        raise ConfigError("kv_load_failure_policy", f"{problem} ({got}). Set it for {name} in --kv-transfer-config")
 
 
 def _check_engine(vllm_config: Any) -> None:
@@ -115,13 +116,13 @@ def _check_engine(vllm_config: Any) -> None:
 
 
 def _check_memory(extra: Mapping[str, Any]) -> None:
-    """`num_host_blocks` is not checked, because nobody knows yet how many bytes a block has."""
+    """Refuse more bytes than there are. The size of a block is not known yet, so `num_host_blocks` is not checked."""
     limit = memory_limit()
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     most_here = most if limit is None else min(most, limit.limit_bytes)
     for key in BYTES:
         if extra.get(key) is not None and (num_bytes := parse_bytes(key, extra[key])) >= most_here:
-            problem = f"is {num_bytes} bytes of host memory, and this machine or container has {most_here}"
+            problem = f"is {num_bytes:,} bytes of host memory, and this machine or container has {most_here:,}"
             raise ConfigError(key, f"{problem}. Give less, and use a `disk` for the rest")
 
 

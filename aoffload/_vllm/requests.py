@@ -35,20 +35,20 @@ class Keys:
     """Makes the prefixes of an engine's requests, under the keys that identify their KV."""
 
     MAX_ROOTS: ClassVar = 64
-    """Bound on `_roots`."""
+    """Most entries of `_roots`."""
 
     namespace: str
     drafts: Drafts = NO_DRAFTS
     _roots: dict[bytes, Roots] = attrs.field(factory=dict, init=False)
-    """By the tokens before the prefix (see `drafts`)."""
+    """By the tokens before the prefix (see the module `drafts`)."""
 
     def prefix_of(self, request: Any) -> Prefix | None:
-        """All tokens of `request` under its keys. None if it cannot be cached, because a prompt of embeddings has no
-        token ids, a session removes tokens when its next input comes, and a prompt may be shorter than a draft layer
-        reads ahead.
+        """All tokens of `request` under its keys. None if the request cannot be cached: a prompt of embeddings has no
+        token ids, a session removes tokens when its next input comes, and a prompt may have fewer tokens than a draft
+        layer reads ahead.
 
-        With a LoRA adapter, the key is unique until `under` puts the prefix under the weights, because name, path and
-        id of an adapter do not say which weights vLLM has loaded."""
+        With a LoRA adapter, the key is unique until `under` puts the prefix under the weights, because the adapter's
+        name, path and id do not say which weights vLLM has loaded."""
         num_ahead = self.drafts.num_ahead
         if request.prompt_embeds is not None or request.resumable or request.num_tokens <= num_ahead:
             return None
@@ -68,7 +68,7 @@ class Keys:
         return Prefix(root, prefix.tokens, prefix.spans)
 
     def grown(self, prefix: Prefix, request: Any) -> Prefix:
-        """`prefix`, extended by the tokens of `request` that follow it."""
+        """`prefix`, extended by the tokens of `request` after the prefix."""
         added = request.all_token_ids[self.num_known(prefix) :]
         if not added:
             return prefix
@@ -79,7 +79,7 @@ class Keys:
         return prefix.num_tokens + self.drafts.num_ahead
 
     def _roots_of(self, request: Any) -> Roots:
-        """The roots of the prefixes that begin after the same tokens."""
+        """The roots of prefixes that begin after the same tokens as the prefix of `request`."""
         before = encoded(request.all_token_ids[: self.drafts.num_ahead])
         found = self._roots.get(before)
         if found is None:
@@ -106,8 +106,8 @@ def _unknown() -> str:
 
 
 def _spans(features: Any, num_ahead: int) -> tuple[KeySpan, ...]:
-    """The multi-modal inputs of a prefix that begins after `num_ahead` tokens. The digest of an input that begins
-    before the prefix has that place, too."""
+    """The multi-modal inputs of a prefix that begins after `num_ahead` tokens. If an input begins before the prefix,
+    its digest includes the start of the input."""
     spans = []
     for feature in features:
         start = feature.mm_position.offset - num_ahead
@@ -186,7 +186,7 @@ class EngineRequest:
     asked: Asked | None = None
     """The question to the remote store."""
     fetched: list[Job] = attrs.field(factory=list)
-    """The copies of all fetches for it since it was last admitted for the first time."""
+    """The copies of all fetches for this request since it began, was preempted, or lost its load."""
     fetch_until: float = math.inf
     """No fetch begins after this time."""
     num_tried: int = -1
@@ -279,8 +279,8 @@ class EngineRequest:
         self.next_offer = (stop + 1) * unit + self.keys.drafts.num_ahead
 
     def committed(self, num_computed: int) -> int:
-        """The number of tokens of the prefix whose KV is final, once vLLM has computed `num_computed` tokens of the
-        request. Drafts that are not verified do not count."""
+        """The number of tokens of the prefix whose KV is final after vLLM has computed `num_computed` tokens of the
+        request. Drafts that vLLM has not verified do not count."""
         record, num_ahead = self.record, self.keys.drafts.num_ahead
         assert record is not None, "a request without a record"
         found: int = min(num_computed, self.engine.num_tokens) - num_ahead
@@ -298,8 +298,9 @@ class EngineRequest:
             ledger.release(record, reason)
 
     def brought(self, num_tokens: int, unit: int) -> Counter[Tier]:
-        """How many of the first `num_tokens` after those that vLLM has were brought into host memory by a fetch for
-        this request, by the tier that they come from. Of the tiers of several groups, the lowest counts."""
+        """For each tier, the number of loaded tokens that a fetch for this request has brought from that tier into host
+        memory. The loaded tokens are the first `num_tokens` after the tokens in vLLM's own cache. If the tiers of
+        several groups differ, the lowest tier counts."""
         start, stop = self.num_local, self.num_local + num_tokens
         tiers: dict[int, Tier] = {}
         for job in self.fetched:

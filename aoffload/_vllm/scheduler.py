@@ -134,7 +134,7 @@ class SchedulerSide:
         return found.engine.block_hashes if is_sure else ()
 
     def engine_request(self, request_id: str) -> Any:
-        """vLLM's own request; None if it is not known."""
+        """vLLM's own request; None if this id is unknown."""
         found = self.requests.get(request_id)
         return None if found is None else found.engine
 
@@ -143,7 +143,7 @@ class SchedulerSide:
     def match(self, request: Any, num_local: int) -> int | None:
         """Number of tokens to load after the first `num_local`. None: ask again in the next step."""
         if self._frees.waits_in == self._num_steps:
-            return None  # a running request waits for the blocks that this one would take
+            return None  # a running request waits for blocks that this request would take
         if request.lora_request is not None:
             self.adapters.see(request.lora_request)
         found = self.requests.get(request.request_id)
@@ -208,7 +208,7 @@ class SchedulerSide:
             self._over.append(found)
 
     def hit_tiers(self, request_id: str, num_external: int) -> dict[Tier, int]:
-        """The tiers that the `num_external` loaded tokens of a request come from, with their numbers of tokens."""
+        """The number of the `num_external` loaded tokens of a request that come from each tier."""
         found = self.requests.get(request_id)
         brought = Counter[Tier]() if found is None else found.brought(num_external, self._unit)
         brought[Tier.HOST] = num_external - brought.total()

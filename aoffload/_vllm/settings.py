@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def offload_config(
     """
     for key in extra:
         if key not in KEYS:
-            raise ConfigError(key, f"is no key of kv_connector_extra_config; there are {', '.join(KEYS)}")
+            meant = "".join(f". Did you mean {close}?" for close in get_close_matches(str(key), KEYS, 1)) or "."
+            raise ConfigError(key, f"is no key of kv_connector_extra_config{meant} The keys are {', '.join(KEYS)}")
     sizes = [key for key in _SIZES if extra.get(key) is not None]
     if len(sizes) != 1:
         given = " and ".join(sizes) if sizes else "none"
@@ -82,7 +84,7 @@ def with_windows_as_retained(config: OffloadConfig, extra: Mapping[str, Any], ca
 
 
 def event_media(extra: Mapping[str, Any]) -> Mapping[Tier, str]:
-    """The key `event_media`: names of the tiers in KV events."""
+    """The names of the tiers in KV events, as the key `event_media` chooses them."""
     return media_of(extra.get(EVENT_MEDIA, "vllm"), EVENT_MEDIA)
 
 

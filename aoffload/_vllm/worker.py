@@ -140,7 +140,7 @@ class Identity:
     given: str
     """The key `namespace`. If it is empty, the files of `models` take its place."""
     models: tuple[str, ...]
-    """The directory of the model, and that of its draft layers if it has one of its own."""
+    """The directory of the model, and the directory of its draft layers if they have their own."""
     others: str
     """The other parts of the engine's configuration that change KV, or the layout of a block."""
 

@@ -1,12 +1,12 @@
 """The weights of the model in a worker, compared before and after sleep.
 
-vLLM discards the memory of the weights at level 2, and at level 1 it brings them back. But at either level, somebody
-may load other weights while the engine sleeps, and vLLM tells connectors neither the level nor the change. So the
-worker takes a digest of all weights when it starts, when it goes to sleep, and when the scheduler asks after it.
-Cached KV is of the weights only if all three digests are equal.
+At level 1, vLLM restores the weights after sleep. At level 2, it discards them. At either level, the user may load
+other weights during sleep, and vLLM tells connectors neither the level nor the change. So the worker takes a digest of
+all weights when it starts, before it sleeps, and when the scheduler asks after sleep. Cached KV was computed with the
+current weights only if all three digests are equal.
 
-The digest detects any change of a single number, and other accidental changes except one in about 2**64. It is computed
-on the device, at the speed of its memory, in pieces of a few MB.
+The digest detects any change of a single number of 64 bits. It misses one in about 2**64 of other accidental changes.
+The device computes the digest at the speed of its memory, in pieces of some MB.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class ModelWeights:
         self._worker: weakref.ref[Any] | None = None
         """vLLM's worker; None: it was not found."""
         self._stored = ""
-        """Digest of the weights of all stored KV; empty: unknown."""
+        """Digest of the weights with which all stored KV was computed; empty: unknown."""
         self._num_sleeps = 0
         self._said: list[WeightsSeen] = []
 
     def begin(self) -> None:
-        """vLLM's worker registers its KV tensors. It has loaded the weights before."""
+        """Called when vLLM's worker registers its KV tensors. By then, the worker has loaded the weights."""
         worker = calling_worker()
         if worker is None:
             _log.warning("aoffload: cannot see the weights of the model: sleep empties the cache")
@@ -51,17 +51,17 @@ class ModelWeights:
         self._worker, self._stored = weakref.ref(worker), digest_of_models(worker)
 
     def sleep(self) -> None:
-        """The memory of the weights goes away after this call."""
+        """Called before vLLM unmaps the memory of the weights."""
         self._num_sleeps += 1
         if self._now() != self._stored:
-            self._stored = ""  # changed without a reset
+            self._stored = ""  # the weights have changed without a reset
 
     def _now(self) -> str:
         worker = None if self._worker is None else self._worker()
         return "" if worker is None else digest_of_models(worker)
 
     def answer(self, number: int) -> None:
-        """Answer question `number`, in a step: all weights have their memory."""
+        """Answer question `number`. A step asks it, because all weights are in memory then."""
         found = self._now()
         is_same = bool(found) and found == self._stored
         self._said.append(WeightsSeen(self._rank, number, self._num_sleeps, is_same))
@@ -96,7 +96,7 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """`tensor`, or those that a tensor of another class consists of, such as quantized numbers and their scales."""
+    """`tensor`, or the plain tensors that a wrapper consists of, such as quantized numbers and their scales."""
     if is_traceable_wrapper_subclass(tensor):
         for field in tensor.__tensor_flatten__()[0]:
             yield from _plain(f"{name}.{field}", getattr(tensor, field))
@@ -105,8 +105,9 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
 
 
 def _sums(tensor: torch.Tensor, factors: dict[torch.device, torch.Tensor]) -> Iterator[torch.Tensor]:
-    """A sum over each piece of `tensor`. A change of one number of 64 bits always changes the sum, because each step
-    before it can be undone. A change of several numbers changes the sum by chance, because each has its own factor."""
+    """A sum over each piece of `tensor`. If one number of 64 bits changes, the sum always changes, because each
+    operation before the sum is invertible. If several numbers change, the sum almost always changes, because each
+    number has its own factor."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8)
     if raw.device not in factors:
         factors[raw.device] = _odd_numbers().to(raw.device)

@@ -1,6 +1,6 @@
 """The contents of events: the identity of blocks, the names of tiers, and the fields of each kind of event.
 
-Both publishers make their events here: `EventEncoder`, with aoffload's own digests, and the connector of vLLM, with
+Two users make events of these fields: `EventEncoder`, with aoffload's own digests, and the connector for vLLM, with
 vLLM's hashes.
 """
 
@@ -90,11 +90,11 @@ class Digests:
 
 _OWN_MEDIA = {tier: tier.name for tier in CACHE_TIERS} | {Tier.DEVICE: "GPU", Tier.HOST: "CPU"}
 MEDIA: Mapping[str, Mapping[Tier, str]] = {"aoffload": _OWN_MEDIA, "vllm": _OWN_MEDIA | {Tier.DISK: "STORAGE"}}
-"""The values of `medium` for the tiers, by the name of their set. The device is `GPU`, whatever it is."""
+"""The values of `medium` for the tiers, by the name of a set of values. Any device is `GPU`."""
 
 
 def media_of(name: object, argument: str = "media") -> Mapping[Tier, str]:
-    """The names of the tiers in the set `name`. `ConfigError` names `argument` if there is no such set."""
+    """The values of `medium` in the set `name`. If there is no such set, `ConfigError` names `argument`."""
     found = MEDIA.get(name) if isinstance(name, str) else None
     if found is None:
         raise ConfigError(argument, f"must be 'aoffload' or 'vllm', got {name!r:.80}")
@@ -108,18 +108,18 @@ Event: TypeAlias = dict[str, Any]
 
 @attrs.frozen
 class EventGroup:
-    """A group as events describe it."""
+    """The description of a group in events."""
 
     number: int
     block_size: int
-    """Tokens of the blocks that events name."""
+    """Tokens of one block in events."""
     kind: str
     window: int | None
 
 
 @attrs.frozen
 class Owner:
-    """What else identifies blocks: the adapter and the salt of their prompt, as events name them."""
+    """The adapter and the salt of a prompt, as events name them. They are part of the identity of its blocks."""
 
     lora_id: int | None = None
     lora_name: str | None = None
@@ -130,7 +130,7 @@ def stored_event(
     group: EventGroup, medium: str, hashes: Sequence[Any], parent: Any, token_ids: list[int], owner: Owner,
     extra_keys: Sequence[Any],
 ) -> Event:  # fmt: skip
-    """`BlockStored`, with its fields in the order of an array."""
+    """`BlockStored`, with its fields in the order of the array shape."""
     return {
         "type": "BlockStored",
         "block_hashes": hashes,
@@ -162,8 +162,8 @@ def extra_keys_of(
     spans: Sequence[KeySpan], tokens: range, owner: Owner, name_of: Callable[[KeySpan], str]
 ) -> list[list[Any] | None]:
     """The keys that identify each block besides its tokens, in vLLM's order: the adapter, the key spans that touch the
-    block (`name_of` the span, and its start relative to the block), and for the first block the salt. `tokens`: the
-    first token of each block."""
+    block, and for the first block the salt. A key span has a name, made by `name_of`, and a start relative to the
+    block. `tokens`: the position of the first token of each block."""
     if not spans and owner.lora_name is None and owner.salt is None:
         return [None] * len(tokens)
     found = list[list[Any] | None]()

@@ -41,7 +41,7 @@ class EventFormat:
     hash_bits: Literal[64, 256] = attrs.field(default=64)
     """64: the last 64 bits of a digest as an integer, as vLLM does by default. 256: the whole digest, as bytes."""
     media: Literal["aoffload", "vllm"] = attrs.field(default="aoffload")
-    """Names of the tiers: the disk is `DISK` in those of aoffload, and `STORAGE` in those of vLLM."""
+    """The set of names for the tiers. `aoffload` calls the disk `DISK`, and `vllm` calls it `STORAGE`."""
 
     @shape.validator
     def _check_shape(self, _: object, value: object) -> None:

@@ -231,8 +231,8 @@ def _check_owner(path: Path) -> None:
 
 
 def check_directory(path: str | os.PathLike[str], num_bytes: int) -> None:
-    """Raise `ConfigError` if `PosixDirectory(path)`, or the allocation of `num_bytes` in it, is sure to fail. Changes
-    nothing, and does not tell whether another process has the directory."""
+    """Raise `ConfigError` if `PosixDirectory(path)`, or an allocation of `num_bytes` in the directory, is sure to fail.
+    The check changes nothing, and does not find out whether another process uses the directory."""
     wanted, own_bytes = Path(path), 0
     try:
         folder = next(each for each in (wanted, *wanted.absolute().parents) if os.path.lexists(each))
@@ -248,7 +248,7 @@ def check_directory(path: str | os.PathLike[str], num_bytes: int) -> None:
         raise ConfigError("path", f"{wanted} cannot be used: {error.strerror or error}") from error
     free_bytes = found.f_bavail * found.f_frsize + own_bytes
     if num_bytes > free_bytes:
-        problem = f"{num_bytes} bytes cannot be had on this disk, which has {free_bytes} free"
+        problem = f"is {num_bytes:,} bytes, and the disk of {wanted} has {free_bytes:,} bytes free"
         raise ConfigError("size", f"{problem}. Give less, or free space")
 
 
