@@ -51,7 +51,8 @@ class Adapter:
     ) -> None:
         if lazy_offload:
             pytest.skip("asks for lazy stores, which need the order in which the engine evicts")
-        block_bytes = sum(tensor.block_stride for tensor in kv_cache_config.kv_cache_tensors)
+        # As theirs counts: the size of each tensor is that of all of them.
+        block_bytes = kv_cache_config.kv_cache_tensors[0].size // kv_cache_config.num_blocks
         transfer = vllm_config.kv_transfer_config
         transfer.kv_load_failure_policy = "recompute"
         # One of theirs is the null block.
@@ -160,6 +161,11 @@ class Adapter:
         return found
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        if self._num_groups > 1:  # vLLM itself passes the ids of all groups
+            blocks = self._blocks_of(request.request_id).blocks
+            return self.request_finished_all_groups(
+                request, tuple([each.block_id for each in table] for table in blocks)
+            )
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
