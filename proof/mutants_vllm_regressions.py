@@ -50,6 +50,14 @@ VLLM_REGRESSION_MUTANTS = (
         test=f"{TESTS}test_an_adapter_that_was_trained_again_hits_nothing_of_before",
     ),
     Mutant(
+        "vLLM: every name of an adapter is in use after a reset",
+        ADAPTERS,
+        "                    if place in self._in_place:  #",
+        "                    if True:  #",
+        "new weights of an adapter after a reset do not turn the cache off",
+        test=f"{TESTS}test_new_weights_right_after_a_reset_are_taken",
+    ),
+    Mutant(
         "vLLM: an adapter that nobody has told of goes by its path",
         KEYS,
         "None if request.lora_request is None else _unknown()",
