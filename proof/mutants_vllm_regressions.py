@@ -234,4 +234,20 @@ VLLM_REGRESSION_MUTANTS = (
         "whatever changes KV enters the identity of what outlives an engine",
         test=f"{PLUGIN}test_what_inputs_are_made_of_enters_the_identity_of_a_disk",
     ),
+    Mutant(
+        "vLLM: connectors of any kind",
+        f"{OURS}.refusals",
+        "    is_list = isinstance(found, list | tuple)\n",
+        "    is_list = True\n",
+        _EARLY,
+        test=f"{FOLDER}/test_vllm_refusals.py::test_connectors_that_are_no_list_of_configurations_are_refused",
+    ),
+    Mutant(
+        "vLLM: a lazy policy is refused late",
+        f"{OURS}.settings",
+        '    if options.get("store_policy") == "lazy":\n',
+        "    if False:\n",
+        _EARLY,
+        test=f"{FOLDER}/test_vllm_refusals.py::test_a_policy_that_vllm_cannot_follow_is_refused_early",
+    ),
 )
