@@ -78,10 +78,18 @@ DRAFT_MUTANTS = (
     Mutant(
         "vLLM drafts: events name the tokens of the index",
         "aoffload._vllm.kv_events",
-        "[*first.first, *token_ids[: len(token_ids) - self._num_ahead]]",
+        "[*first.first, *token_ids][: len(token_ids)]",
         "[*token_ids]",
         "events have the tokens of vLLM's blocks",
         test=f"{FOLDER}/test_vllm_events.py::test_events_with_drafts_have_the_tokens_of_vllms_blocks",
+    ),
+    Mutant(
+        "vLLM drafts: events are cut before the tokens of the index",
+        "aoffload._vllm.kv_events",
+        "[*first.first, *token_ids][: len(token_ids)]",
+        "[*first.first, *token_ids[: len(token_ids) - self._num_ahead]]",
+        "events have the tokens of vLLM's blocks, also if drafts read ahead further than a block",
+        test=f"{FOLDER}/test_vllm_events.py::test_events_have_the_tokens_of_their_own_blocks",
     ),
     Mutant(
         "vLLM drafts: blocks of one hash are removed together",

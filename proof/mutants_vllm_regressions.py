@@ -50,6 +50,14 @@ VLLM_REGRESSION_MUTANTS = (
         test=f"{TESTS}test_an_adapter_that_was_trained_again_hits_nothing_of_before",
     ),
     Mutant(
+        "vLLM: every name of an adapter is in use after a reset",
+        ADAPTERS,
+        "                    if place in self._in_place:  #",
+        "                    if True:  #",
+        "new weights of an adapter after a reset do not turn the cache off",
+        test=f"{TESTS}test_new_weights_right_after_a_reset_are_taken",
+    ),
+    Mutant(
         "vLLM: an adapter that nobody has told of goes by its path",
         KEYS,
         "None if request.lora_request is None else _unknown()",
@@ -225,5 +233,21 @@ VLLM_REGRESSION_MUTANTS = (
         "*([processors] if processors is None else ())",
         "whatever changes KV enters the identity of what outlives an engine",
         test=f"{PLUGIN}test_what_inputs_are_made_of_enters_the_identity_of_a_disk",
+    ),
+    Mutant(
+        "vLLM: connectors of any kind",
+        f"{OURS}.refusals",
+        "    is_list = isinstance(found, list | tuple)\n",
+        "    is_list = True\n",
+        _EARLY,
+        test=f"{FOLDER}/test_vllm_refusals.py::test_connectors_that_are_no_list_of_configurations_are_refused",
+    ),
+    Mutant(
+        "vLLM: a lazy policy is refused late",
+        f"{OURS}.settings",
+        '    if options.get("store_policy") == "lazy":\n',
+        "    if False:\n",
+        _EARLY,
+        test=f"{FOLDER}/test_vllm_refusals.py::test_a_policy_that_vllm_cannot_follow_is_refused_early",
     ),
 )

@@ -108,4 +108,13 @@ VLLM_SLEEP_MUTANTS = (
         test="tests/integrations/vllm_connector/test_vllm_steps.py::"
         "test_a_rank_that_copies_nothing_any_more_is_heard_beside_any_other",
     ),
+    Mutant(
+        "vLLM: adapters are forgotten when the workers have answered",
+        f"{OURS}.guard",
+        "            self._guard.forget()\n        self._num_resets = 0\n",
+        "            self._guard.reset()\n        self._num_resets = 0\n",
+        "what other weights compute after KV of vLLM's own cache is cached nowhere",
+        test="tests/integrations/vllm_connector/test_vllm_weights.py::"
+        "test_a_reset_that_vllm_could_not_make_forgets_no_adapter",
+    ),
 )

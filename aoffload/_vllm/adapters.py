@@ -80,8 +80,9 @@ class Adapters:
                 self._uses[adapter] = use
                 changed.append(use)
                 for place in self._places.get(adapter, ()):
-                    self._in_place[place].discard(adapter)
-                    self._in_place[place].add(use.key)
+                    if place in self._in_place:  # some request has computed there since vLLM's cache was empty
+                        self._in_place[place].discard(adapter)
+                        self._in_place[place].add(use.key)
         return changed
 
     def forget_places(self) -> None:

@@ -109,6 +109,10 @@ class Guard:
         return False
 
     def reset(self) -> None:
+        self.half.engine_reset()
+        self.forget()
+
+    def forget(self) -> None:
         if not self.off_reason:
             try:
                 self.half.reset()
@@ -181,6 +185,7 @@ class SleepGuard:
         return self._guard.is_busy
 
     def reset(self) -> None:
+        self.half.engine_reset()
         self._num_resets += 1
         self._has_asked, self._answers = False, {}
 
@@ -213,10 +218,10 @@ class SleepGuard:
         if has_slept and all(answer.is_same for answer in self._answers.values()):
             _log.info("aoffload: the weights are the same as before sleep: the cache keeps its KV")
         else:
-            self._guard.reset()
+            self._guard.forget()
         self._num_resets = 0
 
     def flush(self, worker: WorkerSide) -> None:
         if self._num_resets:  # not all workers have answered
-            self._guard.reset()
+            self._guard.forget()
         self._guard.flush(worker)

@@ -334,7 +334,7 @@ class RouterEvents(LedgerExtension):
         (start, _, first), stop, size = stretch[0], stretch[-1][0] + 1, self._unit_tokens
         parent = None if first.parent is None else self._convert(first.parent)
         token_ids = token_ids_of(change, size, start, stop)
-        token_ids = [*first.first, *token_ids[: len(token_ids) - self._num_ahead]]
+        token_ids = [*first.first, *token_ids][: len(token_ids)]
         spans = list(dict.fromkeys([span for _, _, found in stretch for span in found.spans]))
         for group in self._groups[component]:
             hashes = [one for _, _, found in stretch for one in self._hashes(found, group)]

@@ -13,13 +13,14 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import FrameType
 from typing import Any
 
 from aoffload import KVCacheGroup
 
+from .._common.arguments import shown
 from .._common.extras import needed
 from .._config.tiers import DiskTier, parse_bytes
 from .._tiers.disk.files import check_directory
@@ -28,7 +29,7 @@ from ..errors import ConfigError
 from .drafts import model_paths
 from .internals import tells_of_sleep
 from .internals import version as vllm_version
-from .settings import BYTES, given_namespace, offload_config
+from .settings import BYTES, event_media, given_namespace, offload_config
 
 
 def check_early() -> None:
@@ -51,7 +52,7 @@ def _check_each(vllm_config: Any) -> None:
     if transfer.kv_connector == "AoffloadConnector":
         check_all(vllm_config)
     elif transfer.kv_connector == "MultiConnector":
-        for number, given in enumerate((transfer.kv_connector_extra_config or {}).get("connectors") or ()):
+        for number, given in enumerate(_connectors_of(transfer)):
             child = copy.copy(vllm_config)
             child.kv_transfer_config = type(transfer)(**{"engine_id": transfer.engine_id, **given})
             try:
@@ -63,6 +64,16 @@ def _check_each(vllm_config: Any) -> None:
                 raise ConfigError(error.argument, f"{error.problem} ({place})") from error
 
 
+def _connectors_of(transfer: Any) -> Sequence[Mapping[str, Any]]:
+    """The key `connectors` of a `MultiConnector`."""
+    found = (transfer.kv_connector_extra_config or {}).get("connectors") or ()
+    is_list = isinstance(found, list | tuple)
+    if not is_list or not all(isinstance(one, Mapping) and all(isinstance(key, str) for key in one) for one in found):
+        problem = 'must be a list of configurations, such as [{"kv_connector": "AoffloadConnector", ...}]'
+        raise ConfigError("connectors", f"{problem}, got {shown(found)}")
+    return found
+
+
 def check_all(vllm_config: Any) -> None:
     """Raise `ConfigError` for unsupported configurations. It names the option of vLLM, or the key of
     `kv_connector_extra_config`, and gives a way out."""
@@ -71,6 +82,7 @@ def check_all(vllm_config: Any) -> None:
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     extra = transfer.kv_connector_extra_config or {}
     given_namespace(extra, model_paths(vllm_config))
+    event_media(extra)
     any_groups = [KVCacheGroup("any")]  # the real groups are known only after the weights are loaded
     parallel = vllm_config.parallel_config
     config = offload_config(extra, any_groups, namespace=f"vllm/{model.model}", num_ranks=parallel.world_size)

@@ -421,11 +421,14 @@ class SchedulerSide:
             self._note(found, plans)
             self._queue.submit(plans)
 
+    def engine_reset(self) -> None:
+        """vLLM has reset its own cache just now, if no block is in use."""
+        if self._pool.is_all_free:
+            self.adapters.forget_places()
+
     def reset(self) -> None:
         """Forget everything that is cached, and the matches of all requests."""
         self.ledger.reset()
-        if self._pool.is_all_free:
-            self.adapters.forget_places()
         if self.lower is not None:
             self.lower.reset()
 

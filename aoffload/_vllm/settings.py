@@ -50,6 +50,10 @@ def offload_config(
         given = " and ".join(sizes) if sizes else "none"
         raise ConfigError("host_bytes", f"give one of {', '.join(_SIZES)} in kv_connector_extra_config, not {given}")
     options = _DEFAULTS | {key: extra[key] for key in _PASSED_ON if key in extra}
+    if options.get("store_policy") == "lazy":
+        raise ConfigError(
+            "store_policy", "must not be lazy: only vLLM knows what it evicts next. Use eager or selective"
+        )
     if sizes == ["num_host_blocks"]:
         options["num_host_blocks"] = extra["num_host_blocks"]
     else:

@@ -242,7 +242,7 @@ class SmallEngine:
     def _execute(self, ready: list[Request], scheduled: dict[str, int]) -> None:
         output = SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=self.preempted)
         bound = self.connector.build_connector_meta(output)
-        bound.commands = self.alter(bound.commands)
+        bound = type(bound)(self.alter(bound.commands))  # steps without commands share one object
         self.preempted = set()
         for request in ready:
             self.manager.cache(request, request.num_computed_tokens + scheduled[request.request_id])

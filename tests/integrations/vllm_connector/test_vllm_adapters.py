@@ -192,6 +192,19 @@ def test_what_vllm_has_kept_of_other_weights_is_not_stored(tenant: Callable[...,
     assert say(engine, "again", lora(2)) == HIT
 
 
+def test_new_weights_right_after_a_reset_are_taken(tenant: Callable[..., SmallEngine]) -> None:
+    """An engine of reinforcement learning resets its caches, and then loads the trained adapter in place, before any
+    request asks for it."""
+    engine = tenant()
+    engine.manager.evict_all()
+    engine.connector.reset_cache()
+    engine.files["/adapter"] = 2
+    engine.loras[0].add_adapter(lora(1, load_inplace=True))
+    engine.run(Request("base", [1, 2, 3]))
+    assert not engine.connector.off_reason
+    assert [say(engine, f"new {number}", lora(1)) for number in range(2)] == [0, HIT]
+
+
 def test_what_vllm_has_made_of_an_image_under_other_weights_is_not_stored(tenant: Callable[..., SmallEngine]) -> None:
     """It keeps what its encoder has made of an image by the name of the adapter."""
     engine = tenant()

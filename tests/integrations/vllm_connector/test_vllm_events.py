@@ -76,6 +76,18 @@ def test_what_host_memory_holds_has_vllms_hashes(engines: Callable[..., SmallEng
     assert {type(event).__name__ for event in events} == {"BlockStored", "BlockRemoved"}
 
 
+@pytest.mark.parametrize("num_ahead", [1, BLOCK, BLOCK + 1])
+def test_events_have_the_tokens_of_their_own_blocks(engines: Callable[..., SmallEngine], num_ahead: int) -> None:
+    """However far draft layers read ahead, also further than a block."""
+    engine = engines(has_events=True, drafts=eagle(num_ahead=num_ahead))
+    for number in range(BLOCK, len(TEXT)):  # a block is stored at a time
+        engine.manager.evict_all()
+        engine.run(Request(str(number), TEXT[: number + 1]))
+    events = told(engine)
+    assert len(events) > 4
+    assert [token for event in events for token in event.token_ids] == TEXT[: (len(TEXT) - num_ahead) // BLOCK * BLOCK]
+
+
 def test_vllms_own_reset_has_all_named_again(engines: Callable[..., SmallEngine]) -> None:
     """vLLM has published that all blocks are cleared, and routers drop those of host memory, too."""
     engine, request = engines(has_events=True), Request("first", TEXT)

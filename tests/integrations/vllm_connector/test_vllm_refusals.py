@@ -64,6 +64,20 @@ def test_a_connector_within_two_others_is_checked() -> None:
     assert caught.value.argument == "kv_role"
 
 
+@pytest.mark.parametrize(
+    "connectors", [7, "AoffloadConnector", {"first": OURS}, [None], [OURS, "Other"], [[OURS]], [{1: 2}]]
+)
+def test_connectors_that_are_no_list_of_configurations_are_refused(connectors: Any) -> None:
+    """By name, also within another `MultiConnector`, and not as an error of Python."""
+    config = several()
+    config.kv_transfer_config.kv_connector_extra_config["connectors"] = connectors
+    inner = {"kv_connector": "MultiConnector", "kv_load_failure_policy": "recompute", "kv_role": "kv_both"}
+    for each in (config, several(inner | {"kv_connector_extra_config": {"connectors": connectors}})):
+        with pytest.raises(ConfigError, match="must be a list of configurations") as caught:
+            VllmConfig(each)
+        assert caught.value.argument == "connectors"
+
+
 def test_the_policy_of_the_whole_is_the_one_that_counts() -> None:
     """vLLM reads what becomes of a failed load from `MultiConnector`, and not from its children."""
     with pytest.raises(ConfigError, match=r"MultiConnector got .fail.") as caught:
@@ -85,6 +99,17 @@ def refused(**extra: Any) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         VllmConfig(config)
     return caught.value
+
+
+def test_a_policy_that_vllm_cannot_follow_is_refused_early() -> None:
+    """The ledger refuses it, too, but only after vLLM has loaded the weights."""
+    found = refused(store_policy="lazy")
+    assert found.argument == "store_policy" and found.problem.endswith("Use eager or selective")
+
+
+def test_a_name_of_the_disk_that_there_is_not_is_refused_early() -> None:
+    """Also if vLLM publishes no events yet."""
+    assert refused(event_media="SSD").argument == "event_media"
 
 
 @pytest.mark.parametrize("key", ["host_bytes", "cpu_bytes_to_use"])

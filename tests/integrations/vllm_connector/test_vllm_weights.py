@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_doubles import TEXT, Request, Worker
+from engine_doubles import TEXT, Request, Worker, lora
 from small_engine import SmallEngine, counted
 from test_vllm_plugin import needs_vllm
 
@@ -153,6 +153,28 @@ def test_a_request_that_ran_before_the_sleep_goes_on(warm: Callable[..., SmallEn
     engine.wake_up()
     engine.run()
     assert counted(engine, "copied_blocks|load|host") >= 9
+
+
+def test_a_reset_that_vllm_could_not_make_forgets_no_adapter(engines: Callable[..., SmallEngine]) -> None:
+    """A request runs during the reset, so vLLM's own cache keeps its KV. It has ended by the time that the workers have
+    answered for the weights. What other weights compute after that KV is cached nowhere."""
+    engine = engines(can_sleep=True, num_blocks=40)
+    engine.files["/adapter"] = 1
+    engine.submit(Request("old", TEXT[:13], lora_request=lora(1), num_new=2))
+    engine.step()
+    engine.step()
+    assert engine.workers[0].copies.wait(30)
+    engine.step()
+    assert engine.running and engine.connector.reset_cache()
+    engine.run()
+    assert not engine.connector.ledger.statistics().host.num_cached
+    engine.files["/adapter"] = 2
+    engine.loras[0].add_adapter(lora(2))
+    engine.run(Request("base", [1, 2, 3]))
+    engine.run(Request("behind", [*TEXT[:13], *range(100, 120)], lora_request=lora(2)))
+    assert engine.wrong, "vLLM itself has read KV of other weights"
+    engine.wrong.clear()
+    assert not engine.connector.ledger.statistics().host.num_cached
 
 
 def test_without_a_model_to_look_at_sleep_forgets(warm: Callable[..., SmallEngine]) -> None:
