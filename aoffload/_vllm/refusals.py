@@ -71,7 +71,7 @@ def _connectors_of(transfer: Any) -> Sequence[Mapping[str, Any]]:
     if not is_list or not all(isinstance(one, Mapping) and all(isinstance(key, str) for key in one) for one in found):
         problem = 'must be a list of configurations, such as [{"kv_connector": "AoffloadConnector", ...}]'
         raise ConfigError("connectors", f"{problem}, got {shown(found)}")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def check_all(vllm_config: Any) -> None:
