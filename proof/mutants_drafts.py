@@ -99,4 +99,12 @@ DRAFT_MUTANTS = (
         "a block is removed for a router when the last copy of its tokens goes",
         test=f"{FOLDER}/test_vllm_events.py::test_two_blocks_of_one_hash_are_one_for_a_router",
     ),
+    Mutant(
+        "vLLM drafts: a window as if nothing was computed again",
+        "aoffload._vllm.groups",
+        "get_kv_cache_spec_sliding_window(spec) + spec.extra_retained_tokens",
+        "get_kv_cache_spec_sliding_window(spec)",
+        "a load brings all that is read after it",
+        test=f"{FOLDER}/test_vllm_groups.py::test_a_window_has_what_is_computed_again",
+    ),
 )

@@ -407,4 +407,23 @@ _INVALIDATION = (
     ),
 )
 
-WINDOW_MUTANTS = (*_SHARED_PREFIXES, *_WINDOWS, *_PREEMPTION, *_INVALIDATION)
+_INSIDE_UNITS = (
+    Mutant(
+        "a window that begins inside a unit needs all of it",
+        "aoffload._host_cache.host_cache",
+        "component.before_window(stop) if first == needed else []",
+        "[]",
+        "an engine loads a window although it has no blocks before it",
+        test="tests/core/test_engine_owned.py::test_a_window_that_begins_inside_a_unit_has_null_blocks_before_it",
+    ),
+    Mutant(
+        "a null block inside a window is loaded",
+        "aoffload._kernel.layout",
+        "range(at, at + needed // block_size)",
+        "range(at, at + self.unit_tokens // block_size)",
+        "what computing reads is loaded",
+        test="tests/core/test_engine_owned.py::test_a_window_that_begins_inside_a_unit_has_null_blocks_before_it",
+    ),
+)
+
+WINDOW_MUTANTS = (*_INSIDE_UNITS, *_SHARED_PREFIXES, *_WINDOWS, *_PREEMPTION, *_INVALIDATION)

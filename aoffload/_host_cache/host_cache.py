@@ -41,7 +41,7 @@ from .._kernel.records import Job, LedgerRequest, Load, Run, call_all, do_nothin
 from .._kernel.states import Computing, Direction, JobState, NoEpoch, Outcome, require
 from .._kernel.states import RequestState as State
 from ..errors import CommitError, ConfigError, InvalidArgument, WrongState
-from .ids import EngineIds, has_null, named_rows
+from .ids import EngineIds, has_null, named_rows, without_null
 from .matches import Arrival, Arrivals, EngineMatches, EngineTier
 from .offers import MOST_OF_POOL, EngineOffers
 from .protocols import EngineBlocks
@@ -337,20 +337,29 @@ class HostCache(AnyLedger):
         """For each component that a load up to `stop` writes to: its first unit there, and the destination blocks."""
         layout = self.cache.layout
         found: list[tuple[Component, int, array[int]]] = []
+        rows: list[array[int]] = []
         ids = EngineIds.of(layout, self._num_rows, "into", into, stop)
         for component in layout.components:
-            first = max(start, component.first_unit(stop))
-            if component.width and first < stop:
-                found.append((component, first, ids.of_component(component, first, stop)))
-        blocks = [blocks for _, _, blocks in found]
-        if any(map(has_null, blocks)):
-            raise InvalidArgument("into", "names the null block where something has to be loaded")
-        named = named_rows(self._num_rows, blocks)
-        if not named.are_distinct:
+            needed = component.first_unit(stop)
+            first = max(start, needed)
+            if not component.width or first >= stop:
+                continue
+            blocks = named = ids.of_component(component, first, stop)
+            if has_null(blocks):
+                # The engine may have no blocks before a window that begins inside its first unit. These copies go to
+                # the null block, which nobody reads.
+                before = component.before_window(stop) if first == needed else []
+                if not {at for at, block_id in enumerate(blocks) if not block_id}.issubset(before):
+                    raise InvalidArgument("into", "names the null block where something has to be loaded")
+                named = without_null(blocks)
+            found.append((component, first, blocks))
+            rows.append(named)
+        named_all = named_rows(self._num_rows, rows)
+        if not named_all.are_distinct:
             raise InvalidArgument("into", "names a block twice")
-        if wrong := named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
+        if wrong := named_all.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
             raise InvalidArgument("into", f"names block {wrong}, which another copy may still write to")
-        if wrong := named.shared_with(self.jobs.ids_being_read(Tier.DEVICE)):
+        if wrong := named_all.shared_with(self.jobs.ids_being_read(Tier.DEVICE)):
             raise InvalidArgument("into", f"names block {wrong}, which a store still reads")
         return found
 

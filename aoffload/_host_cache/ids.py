@@ -159,6 +159,11 @@ def has_null(ids: array[int]) -> bool:
     return 0 in ids if len(ids) <= MAX_WITHOUT_NUMPY else not np.frombuffer(ids, np.int32).all()
 
 
+def without_null(ids: array[int]) -> array[int]:
+    """The blocks of the engine among `ids`."""
+    return array("i", [block_id for block_id in ids if block_id]) if 0 in ids else ids
+
+
 def _are_rows(ids: array[int], num_rows: int) -> bool:
     """Whether all ids are in `[0, num_rows)`."""
     if len(ids) <= MAX_WITHOUT_NUMPY:

@@ -58,6 +58,16 @@ class Component:
             first = self._firsts[stop] = self.first_needed(stop * self.unit_tokens)
         return first
 
+    def before_window(self, stop: int) -> list[int]:
+        """The places, among the ids of unit `first_unit(stop)`, of blocks before all that is needed at unit `stop`."""
+        needed = self.kind.required_blocks(stop * self.unit_tokens, 1).start % self.unit_tokens
+        found: list[int] = []
+        at = 0
+        for block_size in self.block_sizes:
+            found += range(at, at + needed // block_size)
+            at += self.unit_tokens // block_size
+        return found
+
     def margin(self, num_units: int) -> int:
         """Units to store before a window of `num_units`, in addition to it, because the next turn of a conversation
         matches somewhat earlier than this turn ended."""

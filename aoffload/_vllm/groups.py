@@ -50,7 +50,8 @@ def _group(number: int, spec: Any, num_context_ranks: int) -> KVCacheGroup:
     if kind in ("full_attention", "mla_attention", "sink_full_attention"):
         attention = FullAttention()
     elif kind in ("sliding_window", "sliding_window_mla"):
-        attention = SlidingWindow(get_kv_cache_spec_sliding_window(spec))
+        # Modules of MTP compute their last tokens again after a hit. They read that much more than the window.
+        attention = SlidingWindow(get_kv_cache_spec_sliding_window(spec) + spec.extra_retained_tokens)
     elif kind == "chunked_local_attention":
         attention = ChunkedLocal(spec.attention_chunk_size)
     else:

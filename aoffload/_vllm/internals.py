@@ -83,7 +83,7 @@ FIELDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "KVCacheGroupSpec": ("kv_cache_spec",),
         "KVCacheTensor": ("layers", "layer_stride", "block_stride", "offset", "host_resident"),
         "FullAttentionSpec": ("block_size", "dcp_sharded"),
-        "SlidingWindowSpec": ("block_size", "dcp_sharded"),
+        "SlidingWindowSpec": ("block_size", "dcp_sharded", "extra_retained_tokens"),
         "ChunkedLocalAttentionSpec": ("block_size", "dcp_sharded", "attention_chunk_size"),
     },
     "vllm.v1.core.kv_cache_manager": {

@@ -70,7 +70,7 @@ class World:
         ]  # fmt: skip
         groups = [KVCacheGroupSpec([f"l{number}"], spec) for number, spec in enumerate(specs)]
         cache = KVCacheConfig(num_blocks=NUM_DEVICE, kv_cache_tensors=tensors, kv_cache_groups=groups)
-        self.half = Adapter(config, cache, PAGE_BYTES * num_groups * (num_host + 1))
+        self.half = Adapter(config, cache, PAGE_BYTES * (num_host + 1))
         self.half.bind_gpu_block_pool(self.pool)
         self.num_requests = 0
 

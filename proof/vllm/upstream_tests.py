@@ -16,7 +16,7 @@ import vllm
 
 from .models import DENSE, build
 from .rows import Row, write
-from .verdicts import SAID_AGAIN, Case, count, missed, table
+from .verdicts import OF_DRAFTS, SAID_AGAIN, Case, count, missed, table
 
 __all__ = ["main"]
 
@@ -31,6 +31,8 @@ OPT = {
     "word_embed_proj_dim": 768, "torch_dtype": "float16", "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1,
 }  # fmt: skip
 """The model that these tests name: its configuration is all they need of it."""
+BEHAVIOUR = ("proof.vllm.manager_behaviour", "proof.vllm.draft_behaviour")
+"""Our tests of what theirs are about."""
 DOWNLOAD_S, TESTS_S, ACCURACY_S = 120.0, 240.0, 240.0
 
 
@@ -62,15 +64,16 @@ def _extract(archive: Path) -> None:
 def scheduler_tests(folder: Path) -> list[Row]:
     """vLLM's tests of its scheduler; and ours of what they are about that read attributes of its manager."""
     began_s = time.monotonic()
-    cases = _run(folder, "--pyargs", "test_scheduler.py", "proof.vllm.manager_behaviour")
-    ours = [case for case in cases if case.function in SAID_AGAIN.values()]
+    cases = _run(folder, "--pyargs", "test_scheduler.py", *BEHAVIOUR)
+    said_again = {*SAID_AGAIN.values(), *OF_DRAFTS.values()}
+    ours = [case for case in cases if case.function in said_again]
     theirs = [case for case in cases if case not in ours]
     (OUT / "upstream_tests.md").write_text(f"# vLLM's own tests\n\n{table(theirs)}\n")
     took_s = time.monotonic() - began_s
     row = Row("vLLM's test_scheduler.py", took_s=took_s, found=count(theirs))
     said = Row("what they read in vLLM's manager, as behaviour", took_s=took_s, found=count(ours))
     failed = [f"{case.name} {case.outcome}: {case.why}" for case in ours if case.outcome != "passed"]
-    unsaid = sorted(set(SAID_AGAIN.values()) - {case.function for case in ours})
+    unsaid = sorted(said_again - {case.function for case in ours})
     return [
         row.missed(*(f"{name} fails" for name in missed(theirs)), "" if theirs else "no case was run"),
         said.missed(*failed, *(f"{name} was not run" for name in unsaid)),

@@ -25,6 +25,7 @@ from aoffload import (
     Tier,
     WrongState,
 )
+from aoffload.errors import InvalidArgument
 from aoffload.ledger import Direction, Outcome, Prefix, Root, StoreScope
 
 A, B = prompt(1, 17), prompt(2, 17)
@@ -320,6 +321,27 @@ def test_groups_of_unequal_blocks(window: int) -> None:
     assert loaded(driven, tokens) == 24
     assert loaded(driven, tokens, 8) == loaded(driven, tokens, 13) == 24
     assert loaded(driven, [*tokens[:18], *B[:5]]) in (0, 16)
+
+
+def test_a_window_that_begins_inside_a_unit_has_null_blocks_before_it() -> None:
+    """The engine has no blocks before its window, although the host stores whole units. It gets the window, and a block
+    that is missing inside it is refused."""
+    groups = [KVCacheGroup("full", block_size=8), KVCacheGroup("window", SlidingWindow(10), 2)]
+    driven = EngineDriven(64, groups=groups)
+    tokens = prompt(3, 25)
+    driven.serve(tokens)
+    for num_null in (8, 7):
+        request = driven.admit(tokens)
+        full, window = driven.fresh(25)
+        window[:num_null] = [0] * num_null
+        if num_null == 8:
+            with pytest.raises(InvalidArgument, match="null block where something has to be loaded"):
+                driven.load(request, [full, window])
+        else:
+            driven.land(driven.load(request, [full, window]))
+            assert not driven.wrong(tokens, [full, window], 0, 24) and request.num_computed_tokens == 24
+        driven.release(request)
+    driven.assert_at_rest()
 
 
 @pytest.mark.parametrize("attention", [SlidingWindow(5), ChunkedLocal(8)])

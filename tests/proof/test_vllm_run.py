@@ -14,7 +14,7 @@ from proof.vllm.connector_tests import cases_of, row_of
 from proof.vllm.newer import lay
 from proof.vllm.parts import NEWER, PARTS, TOTAL_S, Part
 from proof.vllm.rows import Row, write
-from proof.vllm.verdicts import SAID_AGAIN, Case, count, missed, table
+from proof.vllm.verdicts import OF_DRAFTS, SAID_AGAIN, Case, count, missed, table
 
 
 def test_all_parts_have_time() -> None:
@@ -120,6 +120,8 @@ def test_what_is_said_again_is_said() -> None:
     """Each of these tests is there."""
     text = (Path(runner.__file__).parent / "manager_behaviour.py").read_text()
     assert all(f"def {name}(" in text for name in SAID_AGAIN.values())
+    text = (Path(runner.__file__).parent / "draft_behaviour.py").read_text()
+    assert all(f"def {name}(" in text for name in OF_DRAFTS.values())
 
 
 RESULTS = """<testsuites><testsuite>

@@ -48,6 +48,12 @@ def test_kinds_of_attention() -> None:
     ]  # fmt: skip
 
 
+def test_a_window_has_what_is_computed_again() -> None:
+    """Modules of multi-token prediction compute the last tokens before a hit again, so they read before the window."""
+    (found,) = groups_of(spec("SlidingWindow", sliding_window=12, extra_retained_tokens=2)).groups
+    assert found.attention == SlidingWindow(14)
+
+
 def test_only_groups_whose_blocks_can_be_found_are_cached() -> None:
     """The others are rebuilt by vLLM; their tables are not read."""
     found = groups_of(FULL, spec("CrossAttention"), WINDOW, ids=(0, 2))

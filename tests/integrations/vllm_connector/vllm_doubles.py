@@ -141,6 +141,7 @@ class MLAAttentionSpec(FullAttentionSpec):
 @attrs.frozen(kw_only=True)
 class SlidingWindowSpec(FullAttentionSpec):
     sliding_window: int
+    extra_retained_tokens: int = 0
     kind = Kind.SLIDING_WINDOW
 
 
