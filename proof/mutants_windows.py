@@ -409,6 +409,22 @@ _INVALIDATION = (
 
 _INSIDE_UNITS = (
     Mutant(
+        "copies that are left out count",
+        "aoffload._kernel.jobs",
+        "job.start + (num_missing + index) // width",
+        "job.start + index // width",
+        "a corrupt block costs its own unit",
+        test="tests/core/test_engine_owned.py::test_a_corrupt_block_after_null_blocks_is_the_right_one",
+    ),
+    Mutant(
+        "copies into the null block",
+        "aoffload._kernel.jobs",
+        "if destination is Tier.DEVICE and 0 in into:",
+        "if False and 0 in into:",
+        "nothing is copied into the null block",
+        test="tests/core/test_engine_owned.py::test_a_window_that_begins_inside_a_unit_has_null_blocks_before_it",
+    ),
+    Mutant(
         "a window that begins inside a unit needs all of it",
         "aoffload._host_cache.host_cache",
         "component.before_window(stop) if first == needed else []",

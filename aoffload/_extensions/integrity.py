@@ -10,7 +10,7 @@ from .._kernel.base import CacheBase
 from .._kernel.cache import PrefixCache
 from .._kernel.index import covered, jobs_into
 from .._kernel.layout import Component
-from .._kernel.records import BlockTable, Job, Lease, LedgerRequest, Run
+from .._kernel.records import BlockTable, Lease, LedgerRequest, Run
 from .._kernel.states import NoEpoch
 from .._kernel.waiting import WaitQueue
 from ..errors import IntegrityError
@@ -117,8 +117,8 @@ def _check_blocks(ledger: CacheBase, tier: Tier, runs: set[Run], requests: tuple
     quarantined = [job for job in jobs.quarantined.values() if job.plan.destination is tier]
     for job in (*jobs.unsettled.values(), *quarantined):
         if job.plan.destination is tier:
-            hands += _written(job)
-    number = sum(len(_written(job)) for job in quarantined)
+            hands += job.plan.destination_ids
+    number = sum(len(job.plan.destination_ids) for job in quarantined)
     demand(cache.tiers[tier].num_quarantined == number, f"{tier.name} quarantine is miscounted", number)
     plans = [job.plan for job in jobs.unsettled.values() if job.plan.source is tier]
     known = {there.tier for there in cache.tiers if not there.is_outside}
@@ -144,12 +144,6 @@ def _check_blocks(ledger: CacheBase, tier: Tier, runs: set[Run], requests: tuple
     total = cache.tiers[tier].pool.num_blocks
     demand(len(held) == total, f"{tier.name} blocks without an owner", total - len(held))
     demand(tier is not Tier.DEVICE or 0 not in held, "the null block is in use")
-
-
-def _written(job: Job) -> list[int]:
-    """The blocks that a job writes to. The null block of the device is not one of them."""
-    ids = job.plan.destination_ids
-    return [block_id for block_id in ids if block_id] if job.plan.destination is Tier.DEVICE else list(ids)
 
 
 def _check_tables(request: LedgerRequest) -> None:

@@ -346,8 +346,7 @@ class HostCache(AnyLedger):
                 continue
             blocks = named = ids.of_component(component, first, stop)
             if has_null(blocks):
-                # The engine may have no blocks before a window that begins inside its first unit. These copies go to
-                # the null block, which nobody reads.
+                # The engine may have no blocks before a window that begins inside its first unit.
                 before = component.before_window(stop) if first == needed else []
                 if not {at for at, block_id in enumerate(blocks) if not block_id}.issubset(before):
                     raise InvalidArgument("into", "names the null block where something has to be loaded")

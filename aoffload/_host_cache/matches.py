@@ -37,7 +37,6 @@ from .._kernel.states import RequestState as State
 from .._kernel.tokens import TokenSequence
 from ..errors import ConfigError
 from .events import LoadsPaused, LoadsResumed
-from .ids import without_null
 from .protocols import EngineBlocks
 from .requests import HostCacheRequest
 
@@ -96,21 +95,21 @@ class EngineTier(TierBlocks):
 
     def quarantine(self, block_ids: array[int]) -> None:
         could_load = self.may_load
-        TierBlocks.quarantine(self, without_null(block_ids))
+        TierBlocks.quarantine(self, block_ids)
         if could_load and not self.may_load:
             self.moves.note(LoadsPaused(self.num_quarantined))
 
     def end_quarantine(self, block_ids: array[int]) -> None:
         could_load = self.may_load
-        TierBlocks.end_quarantine(self, without_null(block_ids))
+        TierBlocks.end_quarantine(self, block_ids)
         if self.may_load and not could_load:
             self.moves.note(LoadsResumed(self.num_quarantined))
 
     def hold(self, block_ids: array[int]) -> None:
-        self.held.hold(without_null(block_ids))
+        self.held.hold(block_ids)
 
     def unhold(self, block_ids: array[int]) -> None:
-        self.held.give(without_null(block_ids))
+        self.held.give(block_ids)
 
     @property
     def finds(self) -> bool:

@@ -136,6 +136,10 @@ class JobBook:
             into = blocks if end - at == len(blocks) else blocks[at:end]
             pieces = stretches(run, first, last)
             held = held_ids(run, source, component.number, first, last) if source_ids is None else source_ids[at:end]
+            if destination is Tier.DEVICE and 0 in into:
+                # The engine has no blocks before a window that begins inside its first unit.
+                held = array("i", [one for one, other in zip(held, into, strict=True) if other])
+                into = array("i", [block_id for block_id in into if block_id])
             payload: object = None
             if payloads:
                 payload = payloads[len(jobs)]
@@ -376,7 +380,12 @@ class JobBook:
     def _forget_corrupt(self, job: Job, completion: Completion) -> None:
         """Make the corrupt source units misses; the units around them stay."""
         width = self.cache.layout.components[job.component].width
-        bad = {job.start + index // width for index in completion.corrupt if 0 <= index < job.plan.num_blocks}
+        num_missing = (job.stop - job.start) * width - job.plan.num_blocks  # of the first unit: see `plan`
+        bad = {
+            job.start + (num_missing + index) // width
+            for index in completion.corrupt
+            if 0 <= index < job.plan.num_blocks
+        }
         for position in sorted(bad):
             for run, _, _ in stretches(job.run, position, position + 1):
                 part = run.part(job.plan.source, job.component)

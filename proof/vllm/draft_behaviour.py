@@ -134,5 +134,5 @@ def test_drafts_of_a_group_hit_as_far_as_in_vllms_own_cache(
     of_target, of_drafts = tables.blocks
     num_drafts = hit // (UNIT if kind == "sharded" else BLOCK)
     held = [*of_target[: hit // UNIT], *of_drafts[:num_drafts]]
-    assert sorted(filter(None, loaded)) == sorted(block.block_id for block in held if block.block_id)
+    assert sorted(loaded) == sorted(block.block_id for block in held if block.block_id)
     assert not world.connector.off_reason

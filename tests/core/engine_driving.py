@@ -224,9 +224,9 @@ class EngineDriven:
             if Tier.DEVICE not in job.plan.link:
                 continue
             is_store = job.plan.direction is Direction.STORE
-            touched += job.plan.source_ids if is_store else filter(None, job.plan.destination_ids)
+            touched += job.plan.source_ids if is_store else job.plan.destination_ids
         for job in self.ledger.jobs.quarantined.values():
-            touched += [] if job.plan.direction is Direction.STORE else filter(None, job.plan.destination_ids)
+            touched += [] if job.plan.direction is Direction.STORE else job.plan.destination_ids
         assert self.held() == sorted(touched), "the engine keeps what no job touches, or the other way round"
         device = self.ledger.statistics().device
         assert device.num_blocks == len(touched) == device.num_pinned + device.num_quarantined

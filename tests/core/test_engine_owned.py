@@ -338,10 +338,29 @@ def test_a_window_that_begins_inside_a_unit_has_null_blocks_before_it() -> None:
             with pytest.raises(InvalidArgument, match="null block where something has to be loaded"):
                 driven.load(request, [full, window])
         else:
-            driven.land(driven.load(request, [full, window]))
+            plans = driven.load(request, [full, window])
+            assert destinations(plans) == [full[:3], window[7:12]]
+            driven.land(plans)
             assert not driven.wrong(tokens, [full, window], 0, 24) and request.num_computed_tokens == 24
         driven.release(request)
     driven.assert_at_rest()
+
+
+def test_a_corrupt_block_after_null_blocks_is_the_right_one() -> None:
+    """The copies that are left out do not count: the host forgets the unit of the corrupt block, and no other."""
+    groups = [KVCacheGroup("full", block_size=8), KVCacheGroup("window", SlidingWindow(10), 2)]
+    driven = EngineDriven(64, groups=groups)
+    tokens = prompt(3, 25)
+    driven.serve(tokens)
+    request = driven.admit(tokens)
+    full, window = driven.fresh(25)
+    window[:7] = [0] * 7
+    of_full, of_window = driven.launch(driven.load(request, [full, window]))
+    driven.end(of_full)
+    driven.end(of_window, Outcome.CORRUPT, num_landed=1, corrupt=[1])  # the first block of the last unit
+    driven.release(request)
+    assert driven.ledger.statistics().host.num_cached == 3 + 8, "full attention, and two units of the window"
+    assert driven.hit(tokens) == driven.hit(tokens[:17]) == 16
 
 
 @pytest.mark.parametrize("attention", [SlidingWindow(5), ChunkedLocal(8)])
