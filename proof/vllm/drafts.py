@@ -13,7 +13,7 @@ from functools import partial
 from .bench import Bench, Scenario
 from .engines import BLOCK_SIZE, Engine, Served
 from .host_memory import Blocks, host_blocks, num_different
-from .one_rank import ours, without
+from .one_rank import without
 from .prompts import words
 from .rows import Row
 from .transfers import OURS, PEER
@@ -131,8 +131,7 @@ def draft_scenarios(model: str) -> tuple[Scenario, ...]:
     """The scenarios of a model. `model` stands before the names of their rows."""
     return (
         Scenario("without", partial(without, num_blocks=POOL, model=model)),
-        Scenario("ours", partial(ours, num_blocks=POOL, model=model), is_short=True),
-        Scenario("peer", partial(peer, model=model)),
+        Scenario("peer", partial(peer, model=model), is_short=True),
         Scenario("accepted", partial(accepted, model=model), is_short=True),
         Scenario("parting", partial(parting, model=model), is_short=True),
     )
