@@ -91,7 +91,12 @@ def specs_of(model: ModelLayout) -> list[Any]:
         reach = getattr(group.attention, "window", getattr(group.attention, "chunk", None))
         found.append(
             SimpleNamespace(
-                kind=kind, block_size=group.block_size, dcp_sharded=False, window=reach, attention_chunk_size=reach
+                kind=kind,
+                block_size=group.block_size,
+                dcp_sharded=False,
+                window=reach,
+                attention_chunk_size=reach,
+                extra_retained_tokens=0,
             )
         )
     return found

@@ -384,7 +384,7 @@ async def test_it_is_seen(opened: Any, tmp_path: Path) -> None:
         assert pools == {("device",): 8, ("host",): 64, ("custom",): 256}
         assert {sample.labels[0] for sample in found["aoffload_blocks"]} == {"device", "host", "custom"}
         assert ("custom",) in {sample.labels for sample in found["aoffload_fetches_skipped_total"]}
-        assert MEDIA[Tier.CUSTOM] == "CUSTOM"
+        assert MEDIA["aoffload"][Tier.CUSTOM] == MEDIA["vllm"][Tier.CUSTOM] == "CUSTOM"
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
