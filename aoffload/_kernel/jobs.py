@@ -52,6 +52,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import attrs
 
@@ -138,8 +139,7 @@ class JobBook:
             held = held_ids(run, source, component.number, first, last) if source_ids is None else source_ids[at:end]
             if destination is Tier.DEVICE and 0 in into:
                 # The engine has no blocks before a window that begins inside its first unit.
-                held = array("i", [one for one, other in zip(held, into, strict=True) if other])
-                into = array("i", [block_id for block_id in into if block_id])
+                held, into = array("i", compress(held, into)), array("i", filter(None, into))
             payload: object = None
             if payloads:
                 payload = payloads[len(jobs)]
