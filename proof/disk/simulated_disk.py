@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import errno
 import random
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,38 +49,43 @@ class IOCall:
 
 @attrs.define(eq=False)
 class Content:
-    """A file on the disk. `pending` has, for each page since the last sync, its versions, the one on the disk first."""
+    """A file on the disk. `pending` has, for each page since the last sync, its versions, the one on the disk first.
+    One thread may write while another one syncs."""
 
     name: str
     now: bytearray = attrs.field(factory=bytearray)
     pending: dict[int, list[bytes]] = attrs.field(factory=dict)
     lengths: list[int] = attrs.field(factory=lambda: [0])
+    _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
     def change(self, offset: int, data: bytes) -> None:
         """Apply a write within the file."""
         pages = range(offset // PAGE_BYTES, -(-(offset + len(data)) // PAGE_BYTES))
-        for page in pages:
-            self.pending.setdefault(page, [self.page(page)])
-        self.now[offset : offset + len(data)] = data
-        for page in pages:
-            self.pending[page].append(self.page(page))
+        with self._lock:
+            for page in pages:
+                self.pending.setdefault(page, [self.page(page)])
+            self.now[offset : offset + len(data)] = data
+            for page in pages:
+                self.pending[page].append(self.page(page))
 
     def page(self, number: int) -> bytes:
         return bytes(self.now[number * PAGE_BYTES : (number + 1) * PAGE_BYTES])
 
     def resize(self, num_bytes: int) -> None:
-        if num_bytes < len(self.now):
-            for page in range(num_bytes // PAGE_BYTES, -(-len(self.now) // PAGE_BYTES)):
-                self.pending.setdefault(page, [self.page(page)])
-            del self.now[num_bytes:]
-        self.now.extend(bytes(num_bytes - len(self.now)))
-        for page, versions in self.pending.items():
-            versions.append(self.page(page))
-        self.lengths.append(num_bytes)
+        with self._lock:
+            if num_bytes < len(self.now):
+                for page in range(num_bytes // PAGE_BYTES, -(-len(self.now) // PAGE_BYTES)):
+                    self.pending.setdefault(page, [self.page(page)])
+                del self.now[num_bytes:]
+            self.now.extend(bytes(num_bytes - len(self.now)))
+            for page, versions in self.pending.items():
+                versions.append(self.page(page))
+            self.lengths.append(num_bytes)
 
     def settle(self) -> None:
-        self.pending.clear()
-        self.lengths = [len(self.now)]
+        with self._lock:
+            self.pending.clear()
+            self.lengths = [len(self.now)]
 
     def lose(self, pick: Callable[[int], int]) -> None:
         """Each page, and the length, becomes one of its versions."""

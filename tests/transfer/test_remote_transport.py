@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -733,12 +734,12 @@ def test_a_load_under_way_does_not_bring_what_is_forgotten(open_remote: Open, is
 
 
 def removed(copies: RemoteCopies, num_cells: int) -> None:
-    """Wait until the store has released so many: a thread takes removals before stores."""
-    for number in range(100, 200):
-        if copies.remote.statistics().cells_removed >= num_cells:
-            return
-        copies.store(cell(number))
-    raise AssertionError(f"not {num_cells} cells are removed")
+    """Wait until the store has released so many. A thread takes removals before stores, but other threads may end any
+    number of stores while it is about to remove."""
+    numbers, until_s = itertools.cycle(range(100, 200)), time.monotonic() + GUARD_S
+    while copies.remote.statistics().cells_removed < num_cells:
+        assert time.monotonic() < until_s, f"not {num_cells} cells are removed"
+        copies.store(cell(next(numbers)))
 
 
 @each_secret
@@ -843,10 +844,10 @@ def test_what_another_process_stores_is_loaded_whatever_was_invalidated_here(ope
     """It has computed it itself. Numbers count for the objects of one process."""
     store = SimulatedStore()
     first, second = open_remote(store), open_remote(store)
-    for _ in range(3):
+    for number in range(3):
         first.store(cell(0))
         first.remote.forget([cell(0)])
-        removed(first, first.remote.statistics().cells_removed + 1)
+        removed(first, number + 1)
     assert second.store(cell(0), range(4, 8)).num_bytes
     first.clock.seconds = 2.0
     assert first.load(cell(0)).outcome is Outcome.LANDED
