@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -306,6 +307,15 @@ if __name__ == "__main__":
 """
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether every thread of the process has stopped."""
+    try:
+        found = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:  # a thread has ended meanwhile
+        return False
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in found)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems look for stopped orphans in other ways")
 @pytest.mark.parametrize("how", ["the main thread", "another thread"])
 def test_a_stopped_rank_ends_with_its_parent(how: str, tmp_path: Path) -> None:
@@ -326,6 +336,10 @@ def test_a_stopped_rank_ends_with_its_parent(how: str, tmp_path: Path) -> None:
         pids = [int(pid) for pid in decider.stdout.readline().split()]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
+        until_s = time.monotonic() + GUARD_S
+        while not all(map(is_stopped, pids)):  # the system tells a process that stops later nothing of its parent
+            assert time.monotonic() < until_s, "the ranks do not stop"
+            os.sched_yield()
         assert not wait([alive], 0)
         decider.kill()
         decider.wait(GUARD_S)
