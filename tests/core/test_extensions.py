@@ -712,6 +712,7 @@ def oops() -> object:
     raise OopsError
 
 
+@pytest.mark.pure("derives an order from a class of the core")
 @pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize(
     ("named", "how"),
@@ -742,6 +743,7 @@ def test_an_eviction_order_that_fails_is_not_used_any_more(named: str, at: int, 
     assert driven.release(waiting) is not None and driven.ledger.statistics().device.num_pinned == 0
 
 
+@pytest.mark.pure("derives an order from a class of the core")
 def test_an_eviction_order_that_fails_makes_nobody_wait() -> None:
     """The waiters of a call in which an order fails get their blocks."""
     order: list[Fails] = []
@@ -763,6 +765,7 @@ def test_an_eviction_order_that_fails_makes_nobody_wait() -> None:
     driven.ledger.check_integrity()
 
 
+@pytest.mark.pure("derives an order from a class of the core")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, OopsError])
 @pytest.mark.parametrize("calls", [False, True])
 def test_an_order_whose_iteration_fails_harms_no_reset(error: type[BaseException], calls: bool) -> None:
@@ -789,6 +792,7 @@ def test_an_order_whose_iteration_fails_harms_no_reset(error: type[BaseException
     assert driven.ledger.statistics().host.num_free == 16
 
 
+@pytest.mark.pure("derives an order from a class of the core")
 def test_the_call_in_which_an_order_fails_raises() -> None:
     """No later call raises the error: `extend_nowait` and `check_integrity` raise their own."""
     driven = Driven(8, 0, eviction=lambda: Fails("oldest", 1, oops))

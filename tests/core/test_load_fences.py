@@ -211,6 +211,7 @@ def test_no_step_is_missed(seed: int, groups: Any) -> None:
     assert num_known > 5, "nothing was learned: every load waited for all compute"
 
 
+@pytest.mark.pure("a stand-in takes the place of a request")
 def test_many_blocks_are_noted_like_few() -> None:
     """Where the numbers are handled as arrays, each block has the same number as one by one."""
 

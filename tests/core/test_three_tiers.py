@@ -181,7 +181,7 @@ class Parts:
     def check(self) -> None:
         """The conservation laws, and that each findable block holds what it is found for."""
         whole: Any = SimpleNamespace(
-            cache=self.cache, jobs=self.jobs, hooks=self.hooks, live_requests=dict(enumerate(self.live)), closing=()
+            cache=self.cache, jobs=self.jobs, hooks=self.hooks, live_requests=dict(enumerate(self.live)), closing=set()
         )
         check_integrity(whole, self.admission.queue)
         for part in self.parts():
