@@ -4,7 +4,7 @@ vLLM makes connectors after it has loaded the weights of the model. But vLLM imp
 while it checks its configuration. `check_early` finds that configuration at the import. Under `MultiConnector`, vLLM
 imports the classes in their order, up to the first class that does not support several KV cache groups.
 
-The connector itself checks what is known only with the KV cache: the kinds of the model's KV caches, their layout in
+The connector itself makes the checks that need the KV cache: of the kinds of the model's KV caches, their layout in
 memory, and the number of bytes of a block.
 """
 

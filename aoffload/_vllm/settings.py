@@ -52,7 +52,8 @@ def offload_config(
     options = _DEFAULTS | {key: extra[key] for key in _PASSED_ON if key in extra}
     if options.get("store_policy") == "lazy":
         raise ConfigError(
-            "store_policy", "must not be lazy: only vLLM knows what it evicts next. Use eager or selective"
+            "store_policy",
+            "must not be lazy, because only vLLM knows which blocks it evicts next. Use eager or selective",
         )
     if sizes == ["num_host_blocks"]:
         options["num_host_blocks"] = extra["num_host_blocks"]
