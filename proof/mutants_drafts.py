@@ -102,7 +102,7 @@ DRAFT_MUTANTS = (
     Mutant(
         "vLLM drafts: a window as if nothing was computed again",
         "aoffload._vllm.groups",
-        "get_kv_cache_spec_sliding_window(spec) + spec.extra_retained_tokens",
+        "get_kv_cache_spec_sliding_window(spec) + layer.extra_retained_tokens",
         "get_kv_cache_spec_sliding_window(spec)",
         "a load brings all that is read after it",
         test=f"{FOLDER}/test_vllm_groups.py::test_a_window_has_what_is_computed_again",

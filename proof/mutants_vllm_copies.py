@@ -169,7 +169,7 @@ GROUPED = (
     Mutant(
         "vLLM: a window taken for full attention",
         GROUPS,
-        "        attention = SlidingWindow(get_kv_cache_spec_sliding_window(spec) + spec.extra_retained_tokens)\n",
+        "        attention = SlidingWindow(get_kv_cache_spec_sliding_window(spec) + layer.extra_retained_tokens)\n",
         "        attention = FullAttention()\n",
         "of a window only what is before the end of a hit is loaded",
         test=f"{OF_GROUPS}test_kinds_of_attention",

@@ -250,4 +250,20 @@ VLLM_REGRESSION_MUTANTS = (
         _EARLY,
         test=f"{FOLDER}/test_vllm_refusals.py::test_a_policy_that_vllm_cannot_follow_is_refused_early",
     ),
+    Mutant(
+        "vLLM: layers with unequal pages are unknown to workers",
+        f"{OURS}.groups",
+        'getattr(spec, "kv_cache_specs", {"": spec})',
+        '{"": spec}',
+        "workers and scheduler know the same groups",
+        test=f"{FOLDER}/test_vllm_groups.py::test_layers_with_unequal_pages_are_one_group",
+    ),
+    Mutant(
+        "vLLM: an error in a reset of the engine ends the engine",
+        f"{OURS}.guard",
+        "    def reset(self) -> None:\n        self.engine_reset()\n",
+        "    def reset(self) -> None:\n        self.half.engine_reset()\n",
+        "a cache never takes the engine down",
+        test=f"{FOLDER}/test_vllm_guard.py::test_an_error_in_a_reset_turns_the_cache_off",
+    ),
 )

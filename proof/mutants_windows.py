@@ -409,9 +409,25 @@ _INVALIDATION = (
 
 _INSIDE_UNITS = (
     Mutant(
+        "a unit with null blocks taken for a whole one",
+        "aoffload._host_cache.host_cache",
+        "job.start + (job.num_left_out(component.width) > 0)",
+        "job.start",
+        "computing goes on where every group has what it reads",
+        test="tests/core/test_engine_owned.py::test_a_load_that_falls_short_after_null_blocks_brings_nothing",
+    ),
+    Mutant(
+        "null blocks forgotten once the load has landed",
+        "aoffload._host_cache.host_cache",
+        "            if has_null(blocks):\n                firsts[",
+        "            if False:\n                firsts[",
+        "a window reads no KV that was never written",
+        test="tests/core/test_engine_owned.py::test_computing_again_does_not_begin_where_a_window_reads_null_blocks",
+    ),
+    Mutant(
         "copies that are left out count",
         "aoffload._kernel.jobs",
-        "job.start + (num_missing + index) // width",
+        "job.start + (left_out + index) // width",
         "job.start + index // width",
         "a corrupt block costs its own unit",
         test="tests/core/test_engine_owned.py::test_a_corrupt_block_after_null_blocks_is_the_right_one",
@@ -419,7 +435,7 @@ _INSIDE_UNITS = (
     Mutant(
         "copies into the null block",
         "aoffload._kernel.jobs",
-        "if destination is Tier.DEVICE and 0 in into:",
+        "if component.number and destination is Tier.DEVICE and 0 in into:",
         "if False and 0 in into:",
         "nothing is copied into the null block",
         test="tests/core/test_engine_owned.py::test_a_window_that_begins_inside_a_unit_has_null_blocks_before_it",

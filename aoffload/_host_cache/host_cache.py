@@ -105,8 +105,8 @@ class HostCache(AnyLedger):
         self.arrivals = Arrivals(clock, config.pending_timeout_s)
         self.matches = EngineMatches(self.cache, self.request_leases, self.moves, self.arrivals, tiers[0])
         self._unwritten: dict[LedgerRequest, dict[int, range]] = {}
-        """By component number: units that the request's load skipped, because they are before the window at the end of
-        the load. The engine's blocks for these units were never written."""
+        """By component number: tokens that the request's load skipped, because they are before the window at the end of
+        the load. The engine's blocks for these tokens were never written."""
 
     # -- the begin and end of a call ------------------------------------------------------------------------------
 
@@ -284,8 +284,7 @@ class HostCache(AnyLedger):
             stop, ids = start, []
         self.moves.request(request, State.ALLOCATED)
         if self.cache.layout.windows:
-            firsts = enumerate(self.cache.layout.starts(stop))
-            self._unwritten[request] = {number: range(start, first) for number, first in firsts if start < first}
+            self._unwritten[request] = self._left_out(ids, start, stop)
         jobs: list[Job] = []
         for component, first, blocks in ids:
             run = request.leases[BELOW].run
@@ -326,10 +325,21 @@ class HostCache(AnyLedger):
         self._written_from(request, ready)
         return self.arrivals.fell_short(request, ready)
 
+    def _left_out(self, ids: Sequence[tuple[Component, int, array[int]]], start: int, stop: int) -> dict[int, range]:
+        """For each window, the tokens from unit `start` on that a load up to unit `stop` does not write."""
+        layout = self.cache.layout
+        firsts = [first * layout.unit_tokens for first in layout.starts(stop)]
+        for component, _, blocks in ids:
+            if has_null(blocks):
+                firsts[component.number] = component.first_token(stop * layout.unit_tokens)
+        begin = start * layout.unit_tokens
+        return {number: range(begin, first) for number, first in enumerate(firsts) if begin < first}
+
     def _written_from(self, request: HostCacheRequest, start: int) -> None:
         """The request computes all units from `start` on, so none of them is without its bytes."""
-        for number, units in self._unwritten.get(request, {}).items():
-            self._unwritten[request][number] = range(units.start, min(units.stop, start))
+        first = start * self.cache.layout.unit_tokens
+        for number, tokens in self._unwritten.get(request, {}).items():
+            self._unwritten[request][number] = range(tokens.start, min(tokens.stop, first))
 
     def _destinations(
         self, into: Sequence[Sequence[int]] | None, start: int, stop: int
@@ -396,10 +406,18 @@ class HostCache(AnyLedger):
             if done is None or done.outcome is not Outcome.LANDED:
                 num_proven = 0 if done is None or done.outcome is Outcome.UNPROVEN else done.num_landed
                 stop = min(stop, job.start + num_proven // layout.components[job.component].width)
+        if stop == arrival.stop:
+            return stop
         for component in layout.windows:
-            # Only the window before the planned end was loaded; an earlier end may need units before that.
+            # Only the window before the planned end was loaded; an earlier end may need units before that, or blocks
+            # of its first unit that were left out.
             brought = min(
-                (job.start for job in arrival.jobs if job.component == component.number), default=arrival.stop
+                [
+                    job.start + (job.num_left_out(component.width) > 0)
+                    for job in arrival.jobs
+                    if job.component == component.number
+                ],
+                default=arrival.stop,
             )
             if max(arrival.start, component.first_unit(stop)) < min(brought, stop):
                 return arrival.start
@@ -557,11 +575,11 @@ class HostCache(AnyLedger):
         settled because queued stores were discarded."""
         require(request, "invalidate", State.RUNNING, instead="call `load` or `offer` first")
         from_token = check_int("from_token", first_wrong, 0, request.num_computed_tokens)
-        for number, units in self._unwritten.get(request, {}).items():
-            # If a window reads units that the load skipped, the request would have to compute these, too.
-            component, first = self.cache.layout.components[number], units.start * self.cache.layout.unit_tokens
-            if first < from_token and component.first_needed(from_token) < units.stop:
-                problem = f"is {from_token}, where a window reads what the load has not brought: go back to {first}"
+        for number, tokens in self._unwritten.get(request, {}).items():
+            # If a window reads tokens that the load skipped, the request would have to compute these, too.
+            first_read = self.cache.layout.components[number].first_token(from_token)
+            if tokens.start < from_token and first_read < tokens.stop:
+                problem = f"is {from_token}, where a window reads KV that was not loaded: go back to {tokens.start}"
                 raise CommitError("from_token", problem)
         start = from_token // self.cache.layout.unit_tokens
         wrong = self._runs_from(request, from_token)

@@ -161,7 +161,7 @@ def has_null(ids: array[int]) -> bool:
 
 def without_null(ids: array[int]) -> array[int]:
     """The blocks of the engine among `ids`."""
-    return array("i", [block_id for block_id in ids if block_id]) if 0 in ids else ids
+    return array("i", filter(None, ids))
 
 
 def _are_rows(ids: array[int], num_rows: int) -> bool:

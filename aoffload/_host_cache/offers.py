@@ -93,6 +93,7 @@ class Deferred:
     """The unit up to which the host is to hold the blocks. It is kept here, because a request that is over forgets
     it."""
     unwritten: Mapping[int, range]
+    """For each component, tokens whose KV was never written."""
     num_blocks: int
     """The number of deferred blocks at the last attempt."""
     num_evicted: int
@@ -159,7 +160,7 @@ class EngineOffers:
     ) -> Wanted:
         """Blocks that the policy wants, the host lacks and the engine has. Changes nothing, except that the last offer
         reports the generated tokens to the extensions, once all `ids` are checked. `first`: the unit at which the
-        previous offer ended. `unwritten`: for each component, units whose blocks were never written."""
+        previous offer ended. `unwritten`: for each component, tokens whose KV was never written."""
         if request.epoch != self.cache.epoch or not request.store_limit:
             return Wanted([])
         if is_last:
@@ -218,7 +219,8 @@ class EngineOffers:
             ranges = needed_at(component, [end - end % request.hit_alignment for end in ends])
             if is_end:
                 ranges.append(range(first_stored(component, self.stores.last_end(request, stop)), stop))
-            excluded = [unwritten.get(component.number, range(0))]
+            tokens, unit = unwritten.get(component.number, range(0)), self.cache.layout.unit_tokens
+            excluded = [range(tokens.start // unit, tokens.stop // unit)]
             for each in ranges:
                 for units in _lacking_of(path, component, each.start, each.stop):
                     named = without(excluded, units.start, units.stop)

@@ -137,7 +137,7 @@ class JobBook:
             into = blocks if end - at == len(blocks) else blocks[at:end]
             pieces = stretches(run, first, last)
             held = held_ids(run, source, component.number, first, last) if source_ids is None else source_ids[at:end]
-            if destination is Tier.DEVICE and 0 in into:
+            if component.number and destination is Tier.DEVICE and 0 in into:
                 # The engine has no blocks before a window that begins inside its first unit.
                 held, into = array("i", compress(held, into)), array("i", filter(None, into))
             payload: object = None
@@ -380,11 +380,9 @@ class JobBook:
     def _forget_corrupt(self, job: Job, completion: Completion) -> None:
         """Make the corrupt source units misses; the units around them stay."""
         width = self.cache.layout.components[job.component].width
-        num_missing = (job.stop - job.start) * width - job.plan.num_blocks  # of the first unit: see `plan`
+        left_out = job.num_left_out(width)
         bad = {
-            job.start + (num_missing + index) // width
-            for index in completion.corrupt
-            if 0 <= index < job.plan.num_blocks
+            job.start + (left_out + index) // width for index in completion.corrupt if 0 <= index < job.plan.num_blocks
         }
         for position in sorted(bad):
             for run, _, _ in stretches(job.run, position, position + 1):

@@ -43,9 +43,7 @@ class Component:
         """The first unit whose blocks are needed to continue computing at token `num_tokens`.
 
         A window that begins inside a unit needs all of it."""
-        if not self.number:
-            return 0
-        return self.kind.required_blocks(num_tokens, 1).start // self.unit_tokens
+        return self.first_token(num_tokens) // self.unit_tokens
 
     def first_unit(self, stop: int) -> int:
         """As `first_needed`, for a position in units: at unit `stop`."""
@@ -58,9 +56,13 @@ class Component:
             first = self._firsts[stop] = self.first_needed(stop * self.unit_tokens)
         return first
 
+    def first_token(self, num_tokens: int) -> int:
+        """The first token whose KV is needed to continue computing at token `num_tokens`."""
+        return self.kind.required_blocks(num_tokens, 1).start if self.number else 0
+
     def before_window(self, stop: int) -> list[int]:
         """The places, among the ids of unit `first_unit(stop)`, of blocks before all that is needed at unit `stop`."""
-        needed = self.kind.required_blocks(stop * self.unit_tokens, 1).start % self.unit_tokens
+        needed = self.first_token(stop * self.unit_tokens) % self.unit_tokens
         found: list[int] = []
         at = 0
         for block_size in self.block_sizes:

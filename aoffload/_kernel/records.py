@@ -359,6 +359,11 @@ class Job:
         self.since_s = since_s
         """When it entered its state, where the ledger has a clock."""
 
+    def num_left_out(self, width: int) -> int:
+        """The blocks before the window, at the start of the first unit, that the job does not copy. `width`: the blocks
+        of a unit."""
+        return (self.stop - self.start) * width - self.plan.num_blocks
+
     def __repr__(self) -> str:
         return f"<Job {self.job_id} {self.plan.direction.value} [{self.start},{self.stop}) {self.state.name}>"
 

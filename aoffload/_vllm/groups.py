@@ -46,14 +46,16 @@ def _group(number: int, spec: Any, num_context_ranks: int) -> KVCacheGroup:
     from .internals import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
     kind = get_kv_cache_spec_kind(spec).value
+    # Layers with unequal pages have a spec each. vLLM gives workers all of them, and the scheduler the first one.
+    layer = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
     attention: FullAttention | SlidingWindow | ChunkedLocal
     if kind in ("full_attention", "mla_attention", "sink_full_attention"):
         attention = FullAttention()
     elif kind in ("sliding_window", "sliding_window_mla"):
         # Modules of MTP compute their last tokens again after a hit. They read that much more than the window.
-        attention = SlidingWindow(get_kv_cache_spec_sliding_window(spec) + spec.extra_retained_tokens)
+        attention = SlidingWindow(get_kv_cache_spec_sliding_window(spec) + layer.extra_retained_tokens)
     elif kind == "chunked_local_attention":
-        attention = ChunkedLocal(spec.attention_chunk_size)
+        attention = ChunkedLocal(layer.attention_chunk_size)
     else:
         raise ConfigError("kv_connector", f"KV cache group {number} has the kind {kind}, which aoffload does not know")
     block_size = spec.block_size * (num_context_ranks if spec.dcp_sharded else 1)

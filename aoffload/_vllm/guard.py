@@ -109,8 +109,15 @@ class Guard:
         return False
 
     def reset(self) -> None:
-        self.half.engine_reset()
+        self.engine_reset()
         self.forget()
+
+    def engine_reset(self) -> None:
+        if not self.off_reason:
+            try:
+                self.half.engine_reset()
+            except Exception as error:  # noqa: BLE001
+                self._turn_off(error)
 
     def forget(self) -> None:
         if not self.off_reason:
@@ -185,7 +192,7 @@ class SleepGuard:
         return self._guard.is_busy
 
     def reset(self) -> None:
-        self.half.engine_reset()
+        self._guard.engine_reset()
         self._num_resets += 1
         self._has_asked, self._answers = False, {}
 

@@ -85,6 +85,7 @@ FIELDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "FullAttentionSpec": ("block_size", "dcp_sharded"),
         "SlidingWindowSpec": ("block_size", "dcp_sharded", "extra_retained_tokens"),
         "ChunkedLocalAttentionSpec": ("block_size", "dcp_sharded", "attention_chunk_size"),
+        "UniformTypeKVCacheSpecs": ("block_size", "dcp_sharded", "kv_cache_specs"),
     },
     "vllm.v1.core.kv_cache_manager": {
         "KVCacheManager": ("block_pool", "get_blocks"),

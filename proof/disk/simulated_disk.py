@@ -56,7 +56,7 @@ class Content:
     now: bytearray = attrs.field(factory=bytearray)
     pending: dict[int, list[bytes]] = attrs.field(factory=dict)
     lengths: list[int] = attrs.field(factory=lambda: [0])
-    _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
+    _lock: Any = attrs.field(factory=threading.RLock, init=False)
 
     def change(self, offset: int, data: bytes) -> None:
         """Apply a write within the file."""
@@ -89,15 +89,16 @@ class Content:
 
     def lose(self, pick: Callable[[int], int]) -> None:
         """Each page, and the length, becomes one of its versions."""
-        num_bytes = self.lengths[pick(len(self.lengths))]
-        kept = bytearray(self.now[:num_bytes].ljust(num_bytes, b"\0"))
-        for page, versions in self.pending.items():
-            at = page * PAGE_BYTES
-            size = min(PAGE_BYTES, num_bytes - at)
-            if size > 0:
-                kept[at : at + size] = versions[pick(len(versions))][:size].ljust(size, b"\0")
-        self.now = kept
-        self.settle()
+        with self._lock:
+            num_bytes = self.lengths[pick(len(self.lengths))]
+            kept = bytearray(self.now[:num_bytes].ljust(num_bytes, b"\0"))
+            for page, versions in self.pending.items():
+                at = page * PAGE_BYTES
+                size = min(PAGE_BYTES, num_bytes - at)
+                if size > 0:
+                    kept[at : at + size] = versions[pick(len(versions))][:size].ljust(size, b"\0")
+            self.now = kept
+            self.settle()
 
 
 class SimulatedDisk:

@@ -25,7 +25,7 @@ from aoffload import (
     Tier,
     WrongState,
 )
-from aoffload.errors import InvalidArgument
+from aoffload.errors import CommitError, InvalidArgument
 from aoffload.ledger import Direction, Outcome, Prefix, Root, StoreScope
 
 A, B = prompt(1, 17), prompt(2, 17)
@@ -361,6 +361,40 @@ def test_a_corrupt_block_after_null_blocks_is_the_right_one() -> None:
     driven.release(request)
     assert driven.ledger.statistics().host.num_cached == 3 + 8, "full attention, and two units of the window"
     assert driven.hit(tokens) == driven.hit(tokens[:17]) == 16
+
+
+def test_a_load_that_falls_short_after_null_blocks_brings_nothing() -> None:
+    """At an earlier end, the window reads blocks that the engine had not, though they are in a unit that was loaded."""
+    groups = [KVCacheGroup("full", block_size=8), KVCacheGroup("window", SlidingWindow(10), 2)]
+    driven = EngineDriven(64, groups=groups)
+    tokens = prompt(3, 17)
+    driven.serve(tokens)
+    request = driven.admit(tokens)
+    full, window = driven.fresh(17)
+    window[:3] = [0] * 3
+    of_full, of_window = driven.launch(driven.load(request, [full, window]))
+    driven.end(of_full, Outcome.FAILED, num_landed=1)
+    driven.end(of_window)
+    assert request.num_computed_tokens == 0
+    driven.release(request)
+    driven.assert_at_rest()
+
+
+def test_computing_again_does_not_begin_where_a_window_reads_null_blocks() -> None:
+    """After a failed forward, its request goes on at the end of its load, or computes what the load left out, too."""
+    groups = [KVCacheGroup("full", block_size=8), KVCacheGroup("window", SlidingWindow(10), 2)]
+    driven = EngineDriven(64, groups=groups)
+    tokens = prompt(3, 25)
+    driven.serve(tokens)
+    request = driven.admit(tokens)
+    full, window = driven.fresh(25)
+    window[:7] = [0] * 7
+    driven.land(driven.load(request, [full, window]))
+    with pytest.raises(CommitError, match="go back to 0"):
+        driven.invalidate(request, 20)
+    driven.invalidate(request, 24)
+    driven.invalidate(request, 0)
+    driven.release(request)
 
 
 @pytest.mark.parametrize("attention", [SlidingWindow(5), ChunkedLocal(8)])

@@ -313,7 +313,7 @@ def is_stopped(pid: int) -> bool:
         found = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     except OSError:  # a thread has ended meanwhile
         return False
-    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in found)
+    return bool(found) and all(stat.rpartition(")")[2].split()[0] == "T" for stat in found)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems look for stopped orphans in other ways")

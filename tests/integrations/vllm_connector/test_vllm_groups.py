@@ -54,6 +54,23 @@ def test_a_window_has_what_is_computed_again() -> None:
     assert found.attention == SlidingWindow(14)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "attention"),
+    [
+        ("SlidingWindow", {"sliding_window": 12, "extra_retained_tokens": 2}, SlidingWindow(14)),
+        ("ChunkedLocalAttention", {"attention_chunk_size": 8}, ChunkedLocal(8)),
+        ("FullAttention", {}, FullAttention()),
+    ],
+)
+def test_layers_with_unequal_pages_are_one_group(kind: str, fields: dict[str, int], attention: Any) -> None:
+    """vLLM gives workers the descriptions of all layers of a group, and the scheduler that of one layer. Both make the
+    same group of them."""
+    layer = spec(kind, **fields)
+    uniform = interface.UniformTypeKVCacheSpecs(block_size=layer.block_size, kv_cache_specs={"a": layer, "b": layer})
+    (of_worker,), (of_scheduler,) = groups_of(uniform).groups, groups_of(layer).groups
+    assert of_worker == of_scheduler and of_worker.attention == attention
+
+
 def test_only_groups_whose_blocks_can_be_found_are_cached() -> None:
     """The others are rebuilt by vLLM; their tables are not read."""
     found = groups_of(FULL, spec("CrossAttention"), WINDOW, ids=(0, 2))

@@ -57,12 +57,13 @@ def test_an_error_in_any_hook_turns_the_cache_off(
 
 @pytest.mark.parametrize("hook", ["plan_load", "offer", "release", "settle", "launch", "admit", "match_again"])
 @pytest.mark.parametrize("after", range(4))
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_error_in_the_ledger_turns_the_cache_off(
-    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch, hook: str, after: int
+    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch, hook: str, after: int, num_ranks: int
 ) -> None:
-    """In the middle of a hook that has planned copies already. With two ranks: each report is joined once, so what had
-    been joined before the error must not be lost."""
-    engine = narrow(warm(num_blocks=60, num_ranks=2))
+    """In the middle of a hook that has planned copies already. Reports of several ranks are joined once, so reports
+    that were joined before the error must not be lost."""
+    engine = narrow(warm(num_blocks=60, num_ranks=num_ranks))
     sound, calls = getattr(engine.connector.ledger, hook), iter(range(1_000))
 
     def once(*arguments: Any, **options: Any) -> Any:
@@ -74,12 +75,13 @@ def test_an_error_in_the_ledger_turns_the_cache_off(
     to_rest(engine)
 
 
+@pytest.mark.parametrize("part", ["reset", "engine_reset"])
 def test_an_error_in_a_reset_turns_the_cache_off(
-    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch
+    warm: Callable[..., SmallEngine], monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    """What could not be forgotten is never loaded."""
+    """KV that could not be forgotten is never loaded."""
     engine = narrow(warm())
-    monkeypatch.setattr(engine.connector.ledger, "reset", fail)
+    monkeypatch.setattr(engine.connector.ledger if part == "reset" else engine.half, part, fail)
     assert engine.connector.reset_cache()
     engine.run(Request("again", TEXT))
     assert "ZeroDivisionError" in engine.connector.off_reason

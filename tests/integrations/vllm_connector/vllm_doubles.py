@@ -152,6 +152,23 @@ class ChunkedLocalAttentionSpec(FullAttentionSpec):
 
 
 @attrs.frozen(kw_only=True)
+class UniformTypeKVCacheSpecs:
+    """Of layers with unequal pages, as workers get it."""
+
+    block_size: int
+    kv_cache_specs: dict[str, Any]
+    dcp_sharded: bool = True
+
+    @property
+    def kind(self) -> Any:
+        return next(iter(self.kv_cache_specs.values())).kind
+
+    @property
+    def sliding_window(self) -> int | None:
+        return window_of(next(iter(self.kv_cache_specs.values())))
+
+
+@attrs.frozen(kw_only=True)
 class CrossAttentionSpec(FullAttentionSpec):
     kind = Kind.CROSS_ATTENTION
 
@@ -193,6 +210,7 @@ NAMES: dict[str, dict[str, Any]] = {
         "MLAAttentionSpec": MLAAttentionSpec,
         "SlidingWindowSpec": SlidingWindowSpec,
         "ChunkedLocalAttentionSpec": ChunkedLocalAttentionSpec,
+        "UniformTypeKVCacheSpecs": UniformTypeKVCacheSpecs,
         "CrossAttentionSpec": CrossAttentionSpec,
         "get_kv_cache_spec_kind": kind_of,
         "get_kv_cache_spec_sliding_window": window_of,
