@@ -253,8 +253,8 @@ VLLM_REGRESSION_MUTANTS = (
     Mutant(
         "vLLM: layers with unequal pages are unknown to workers",
         f"{OURS}.groups",
-        'getattr(spec, "kv_cache_specs", {"": spec})',
-        '{"": spec}',
+        'next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec',
+        "spec",
         "workers and scheduler know the same groups",
         test=f"{FOLDER}/test_vllm_groups.py::test_layers_with_unequal_pages_are_one_group",
     ),

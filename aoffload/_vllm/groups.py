@@ -47,7 +47,7 @@ def _group(number: int, spec: Any, num_context_ranks: int) -> KVCacheGroup:
 
     kind = get_kv_cache_spec_kind(spec).value
     # Layers with unequal pages have a spec each. vLLM gives workers all of them, and the scheduler the first one.
-    layer = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
+    layer = next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
     attention: FullAttention | SlidingWindow | ChunkedLocal
     if kind in ("full_attention", "mla_attention", "sink_full_attention"):
         attention = FullAttention()
