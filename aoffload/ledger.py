@@ -11,9 +11,6 @@ from ._eviction.status import (
     EvictionRule,
     EvictionStatistics,
     EvictionSwitched,
-    HintEnd,
-    HintEnded,
-    HintGiven,
     TierEviction,
 )
 from ._extensions.assembly import AnyLedger, LedgerStatistics
@@ -99,9 +96,6 @@ __all__ = [
     "ExtensionRefused",
     "Fetch",
     "Fork",
-    "HintEnd",
-    "HintEnded",
-    "HintGiven",
     "Holder",
     "IllegalTransition",
     "JobMoved",

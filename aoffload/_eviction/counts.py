@@ -7,21 +7,17 @@ before it and its own first unit; the other tokens are compared. So only keys wi
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Protocol
 
 from .._common.prefix import TOKEN_BYTES, KeySpan
 from .._kernel.layout import Layout
-from .._kernel.records import NO_LIMIT
 from .._kernel.tokens import TokenSequence
 
 RUN_TOKENS = 256
 """Overhead of one run (about 1 KB), in tokens of 4 bytes."""
-NEXT_SALT = 0x9E3779B1
-"""The difference between the salts of two consecutive runs. It is the golden ratio in 32 bits, so the salts of every
-second run, or of every third, are spread evenly, too."""
 MAX_RUN_TOKENS = 2**14
 """Runs are merged up to this size, because merging copies their tokens."""
 MAX_RECENT = 256
@@ -45,13 +41,13 @@ class CountedRun:
     stop: int
     tokens: bytes | memoryview
     spans: tuple[KeySpan, ...]
-    salt: int
-    """A byte that decides which units of the run are sampled. The parts of a split run have the same salt. The salt
-    depends on the number of runs made before, and not on their tokens, so a planner that knows no tokens draws the same
-    sample."""
     num_uses: int = 0
     last_asked: int = 0
     """The time of the last request, by the clock of the caller; 0 if the caller has no clock."""
+    idle_since: int = 0
+    """For learned eviction: the time at which the last request for it ended; 0 while there is one."""
+    bucket: int = 0
+    """For learned eviction: its bucket in `ReturnTimes`."""
     before: CountedRun | None = None
     """The run before it, if `HitCounts` has one."""
     num_after: int = 0
@@ -74,26 +70,30 @@ class RunWatcher(Protocol):
     def was_forgotten(self, counted: CountedRun) -> None: ...
 
 
+def _are_counted_alike(head: CountedRun, run: CountedRun) -> bool:
+    return head.num_uses == run.num_uses
+
+
 class HitCounts:
     """Hit counts of prefixes. The least recently requested run is forgotten first, and the end of a prefix before its
     start."""
 
     def __init__(
         self, layout: Layout, max_tokens: int, run_tokens: int = RUN_TOKENS, watcher: RunWatcher | None = None,
-        same_from: int = NO_LIMIT,
-    ) -> None:  # fmt: skip
+        count_alike: Callable[[CountedRun, CountedRun], bool] = _are_counted_alike,
+    ) -> None:
+        """`count_alike`: whether two runs that are requested together may be one run, because their counts have the same
+        meaning."""  # fmt: skip
         self._unit_bytes = layout.unit_tokens * TOKEN_BYTES
         self._unit_tokens = layout.unit_tokens
         self._max_tokens = max_tokens
         self._run_tokens = run_tokens
         self._watcher = watcher
-        self._same_from = same_from
+        self._count_alike = count_alike
         self._max_run_bytes = MAX_RUN_TOKENS * TOKEN_BYTES
         self._runs: OrderedDict[bytes, CountedRun] = OrderedDict()
         """Oldest first. A run is never older than the runs after it."""
         self._num_numbers = 0
-        self._salt = 0
-        """The last number times `NEXT_SALT`, in 32 bits; added up, not multiplied: see `NO_LIMIT`."""
         self.num_tokens = 0
         """Tokens kept, plus `run_tokens` for each run."""
 
@@ -146,6 +146,45 @@ class HitCounts:
             runs.move_to_end(counted.key)
         return [counted for counted in path if counted.start >= first] if first else path
 
+    def path_from(self, before: Sequence[CountedRun], sequence: TokenSequence, stop: int) -> Sequence[CountedRun]:
+        """As `path` from unit 0 on. `before`: an earlier answer for a prefix of `sequence`, which saves time if its runs
+        are as they were."""
+        if not before or before[-1].stop > stop or not self._are_present(before):
+            return self.path(sequence, 0, stop)
+        found, last = list(before), before[-1]
+        while last.stop < stop:
+            key = _key(last.number, sequence.unit_record(last.stop))
+            if key in self._runs:
+                return self.path(sequence, 0, stop)
+            last = self._insert(sequence, last, last.stop, stop, key)
+            found.append(last)
+        return found
+
+    def _are_present(self, path: Sequence[CountedRun]) -> bool:
+        """Whether no run of `path` was split, merged or forgotten since."""
+        runs, position = self._runs, 0
+        for counted in path:
+            if counted.start != position or runs.get(counted.key) is not counted:
+                return False
+            position = counted.stop
+        return True
+
+    def known(self, sequence: TokenSequence, stop: int) -> list[CountedRun]:
+        """The runs with the units of `sequence` before `stop`, as far as they were seen. Splits a run where the sequence
+        leaves it."""
+        path: list[CountedRun] = []
+        position, before = 0, sequence.root.digest
+        while position < stop:
+            run = self._runs.get(_key(before, sequence.unit_record(position)))
+            agreed = position if run is None else sequence.common_stop(run, stop)
+            if run is None or agreed == position:
+                break
+            if run.stop != agreed:
+                run = self._cut(run, agreed)
+            path.append(run)
+            position, before = run.stop, run.number
+        return path
+
     def trim(self) -> None:
         """Forget the oldest runs until the tokens kept are at most `max_tokens`."""
         while self.num_tokens > self._max_tokens:
@@ -175,8 +214,8 @@ class HitCounts:
         and becomes the most recently requested run."""
         cut, tokens = (at - run.start) * self._unit_bytes, run.tokens
         head = CountedRun(
-            run.key, self._new_number(), run.start, at, bytes(tokens[:cut]), run.spans, run.salt, run.num_uses,
-            run.last_asked, run.before, 1,
+            run.key, self._new_number(), run.start, at, bytes(tokens[:cut]), run.spans, run.num_uses,
+            run.last_asked, run.idle_since, run.bucket, run.before, 1,
         )  # fmt: skip
         run.before = head
         self._runs[head.key] = head
@@ -192,9 +231,8 @@ class HitCounts:
         """Whether `head` and `run`, the run after it, are requested together, and count the same."""
         return (
             head.last_asked == run.last_asked
-            and (head.num_uses == run.num_uses or head.num_uses >= self._same_from <= run.num_uses)
             and head.num_after == 1
-            and head.salt == run.salt
+            and self._count_alike(head, run)
             and head.spans == run.spans
             and len(head.tokens) + len(run.tokens) <= self._max_run_bytes
         )
@@ -216,18 +254,15 @@ class HitCounts:
         `limit`, because only the units from `first` on are counted."""
         stop = sequence.run_stop(start, limit)
         tokens, spans = sequence.shared_stretch(start, stop), sequence.spans_at(start)
-        number, salt = self._new_number(), self._salt >> 24
         if before is not None:
-            if not before.num_after:
-                salt = before.salt
             before.num_after += 1
-        self._runs[key] = counted = CountedRun(key, number, start, stop, tokens, spans, salt, before=before)
+        counted = CountedRun(key, self._new_number(), start, stop, tokens, spans, before=before)
+        self._runs[key] = counted
         self.num_tokens += self._cost(counted)
         return counted
 
     def _new_number(self) -> bytes:
         self._num_numbers += 1
-        self._salt = (self._salt + NEXT_SALT) % 2**32
         return self._num_numbers.to_bytes(8, "little")
 
     def _cost(self, run: CountedRun) -> int:

@@ -12,8 +12,8 @@ from .._kernel.base import CacheBase, check_time
 from .._kernel.extension import Build, LedgerExtension
 from .._kernel.records import LedgerRequest
 from ..errors import InvalidArgument
-from .hints import Hints
 from .learned import LearnedOrder, Learning, Rulings
+from .returns import NEVER
 from .status import EvictionStatistics
 
 MAX_CATEGORY = 256
@@ -43,7 +43,7 @@ class Eviction(LedgerExtension):
         self._ledger, self._cache = ledger, ledger.cache
         self._take_orders()
         self._rulings = Rulings(ledger.cache, self.learning, ledger.moves)
-        self._hints = Hints(ledger.cache, self.learning, self._rulings, ledger.moves)
+        self.learning.times.clock = ledger.moves.clock
 
     def _take_orders(self) -> None:
         present = {tier: self._cache.tiers[tier].order for tier in self.learning.tiers}
@@ -51,24 +51,31 @@ class Eviction(LedgerExtension):
 
     # -- the verbs ------------------------------------------------------------------------------------------------
 
-    def hint(self, prefix: Prefix, *, expires_at: float, category: str = "") -> int:
-        """Evict the cached part of `prefix` last, until it is requested, or until `lapse` of the ledger is called with
-        `expires_at` or a later time. Pins nothing. Returns the number of tokens spared.
+    def returns(self, prefix: Prefix, *, in_s: float | None = None, category: str = "") -> int:
+        """Predict that `prefix` is requested again in about `in_s` seconds, or that it returns as prompts of `category`
+        do. Returns the number of its tokens that are cached.
 
-        The hints of one `category` have no effect while less than a quarter of them come true. The ledger keeps the
-        records of 64 categories."""
-        sequence = self._ledger.sequence_of(prefix)
-        expires_at, category = check_time("expires_at", expires_at), check_text("category", category)
+        A prediction counts as far as earlier predictions of about the same time, with the same category, have come
+        true. It pins nothing. A later call for the same prompt replaces it, and a request for the prompt ends it."""
+        if in_s is not None:
+            in_s = check_time("in_s", in_s)
+            if not 0 <= in_s:
+                raise InvalidArgument("in_s", f"must be at least 0 seconds, got {shown(in_s)}")
+        elif not category:
+            raise InvalidArgument("in_s", "give a time or a category")
+        return self._hint(prefix, in_s, category)
+
+    def done(self, prefix: Prefix, *, category: str = "") -> int:
+        """Predict that `prefix` is not requested again. Otherwise as `returns`."""
+        return self._hint(prefix, NEVER, category)
+
+    def _hint(self, prefix: Prefix, in_s: float | None, category: str) -> int:
+        sequence, category = self._ledger.sequence_of(prefix), check_text("category", category)
         if len(category) > MAX_CATEGORY:
             raise InvalidArgument("category", f"must have at most {MAX_CATEGORY} characters, got {len(category):,}")
-        num_units = self._hints.hint(sequence, expires_at, category)
+        num_units = self.learning.hinted(self._cache, sequence, in_s, category)
         self._ledger.end_call()
         return num_units * self._cache.layout.unit_tokens
-
-    @property
-    def num_hints(self) -> int:
-        """Hints in force."""
-        return len(self._hints)
 
     def statistics(self) -> EvictionStatistics:
         return self._rulings.statistics()
@@ -77,30 +84,21 @@ class Eviction(LedgerExtension):
 
     def on_admitted(self, request: LedgerRequest, parent: LedgerRequest | None) -> None:
         if request.store_limit and parent is None:  # a fork requests nothing new
-            self._hints.seen(request, 0, request.sequence.num_prompt_units)
-
-    def on_published(self, request: LedgerRequest, first: int) -> None:
-        """Tell the orders how often the new units were requested."""
-        lease = request.leases.get(Tier.DEVICE)
-        if lease is None or not request.store_limit:
-            return
-        is_first = first == request.ready_stop
-        if is_first or first < request.sequence.num_prompt_units:
-            self.learning.mark(self._cache, request, lease.run, 0 if is_first else first)
+            if self.learning.began(request):
+                self._rulings.look()
 
     def on_finishing(self, request: LedgerRequest) -> None:
-        self._hints.seen(request, request.sequence.num_prompt_units, request.published)
+        if request.store_limit:
+            lease = request.leases.get(Tier.DEVICE)
+            stop = max(request.published, request.sequence.num_prompt_units)
+            self.learning.ended(self._cache, request, stop, None if lease is None else lease.run)
 
-    def on_released(self, request: LedgerRequest) -> None:
-        self.learning.uses.pop(request, None)
+    def on_leaving(self, request: LedgerRequest, is_last: bool) -> None:
+        if is_last and self.learning.is_live(request):  # it was not done
+            lease = request.leases.get(Tier.DEVICE)
+            stop = request.sequence.num_prompt_units
+            self.learning.ended(self._cache, request, stop, None if lease is None else lease.run)
 
     def on_reset(self, tier: Tier | None) -> None:
         if tier is None:
             self._take_orders()
-            self._hints.clear()
-
-    def ask_next_lapse(self) -> float:
-        return self._hints.next_lapse
-
-    def on_lapse(self, now: float) -> None:
-        self._hints.lapse(now)

@@ -63,38 +63,8 @@ class EvictionStatistics:
         return tuple(each.tier for each in self.tiers if each.rule is EvictionRule.LEARNED)
 
 
-class HintEnd(enum.Enum):
-    """Why a hint has ended."""
-
-    TRUE = "true"
-    """The prompt was requested."""
-    LAPSED = "lapsed"
-    """The prompt was not requested in time."""
-    DROPPED = "dropped"
-    """Another hint for the same prompt, too many other hints, or a reset has ended it."""
-
-
 @attrs.frozen
 class EvictionSwitched(Event):
     """Learned eviction has switched between the learned order and LRU. `tier.rule` is the order from now on."""
 
     tier: TierEviction
-
-
-@attrs.frozen
-class HintGiven(Event):
-    """A hint spares a prompt from eviction."""
-
-    hint_id: int
-    category: str
-    num_tokens: int
-    """The tokens that it spares. 0 also if too few hints of its category come true."""
-
-
-@attrs.frozen
-class HintEnded(Event):
-    """A hint spares nothing any more."""
-
-    hint_id: int
-    category: str
-    end: HintEnd

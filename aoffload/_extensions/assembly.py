@@ -10,7 +10,7 @@ Handle | verbs | present
 `forks`, `preemption`, `invalidation`, `overlap` | | always; not in a `HostCache`
 `reports` | `requests`, `holders` | always
 `write_back` | `plan` | if `store_policy` has a watermark; not in a `HostCache`
-`eviction` | `hint` | if `eviction` is learned
+`eviction` | `returns`, `done` | if `eviction` is learned
 `disk`, `remote`, `fetches` | | if `disk` or `remote` is configured
 
 An extension that needs no configuration is made when its handle is first read, so an unused feature costs nothing. The
@@ -114,8 +114,6 @@ class LedgerStatistics:
     """None without a remote store."""
     learned: tuple[Tier, ...]
     """The tiers that use the learned eviction order now, instead of LRU."""
-    num_hints: int
-    """Hints in force."""
     eviction: EvictionStatistics | None
     """None unless eviction is learned."""
 
@@ -148,7 +146,7 @@ class AnyLedger(CacheBase):
 
     @property
     def eviction(self) -> Eviction:
-        """Give hints. `ConfigError("eviction")` unless eviction is learned."""
+        """Predict when prompts return. `ConfigError("eviction")` unless eviction is learned."""
         return self._needed(Eviction, "eviction")
 
     @property
@@ -196,7 +194,7 @@ class AnyLedger(CacheBase):
             len(self.jobs.unsettled), self.jobs.num_late,
             0 if pins is None else len(pins.held), self.loads_paused, tiers.get(Tier.DISK), tiers.get(Tier.CUSTOM),
             None if remote is None else remote.counts, () if learned is None else learned.learned,
-            0 if eviction is None else eviction.num_hints, learned,
+            learned,
         )  # fmt: skip
 
     def explain(self) -> str:
@@ -217,9 +215,7 @@ class AnyLedger(CacheBase):
     def _evicts(self, found: LedgerStatistics) -> tuple[str, ...]:
         """A line of text about the eviction order, if it is not the default."""
         if found.eviction is not None:
-            num_hints = found.num_hints
-            hints = f"; {num_hints:,} hint{'' if num_hints == 1 else 's'} in force" if num_hints else ""
-            return (f"{found.eviction}{hints}",)
+            return (str(found.eviction),)
         order = self.cache.tiers[Tier.HOST].order
         if not isinstance(order, GuardedOrder):
             return ()

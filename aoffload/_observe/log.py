@@ -19,7 +19,7 @@ import attrs
 
 from .._common.arguments import check_has
 from .._common.tiers import Tier
-from .._eviction.status import EvictionSwitched, HintEnded, HintGiven
+from .._eviction.status import EvictionSwitched
 from .._extensions.assembly import AnyLedger, check_ledger
 from .._extensions.overlap import OverlapMoved, OverlapState
 from .._extensions.pins import PinMoved, PinState
@@ -57,7 +57,7 @@ _OVERLAP_EVENTS = {state: f"load_overlap_{state.value}" for state in OverlapStat
 _DEBUG, _INFO, _WARNING = 10, 20, 30
 _REQUEST_LEVELS = {**dict.fromkeys(RequestState, _DEBUG), RequestState.DONE: _INFO, RequestState.ABORTED: _INFO}
 _LEVELS: dict[type[Event], int] = dict.fromkeys(
-    (StoreSkipped, CacheTransferMoved, StepBegun, StepEnded, ExtensionRefused, HintGiven, HintEnded), _DEBUG
+    (StoreSkipped, CacheTransferMoved, StepBegun, StepEnded, ExtensionRefused), _DEBUG
 )
 """Events that always have this level. A filtered one costs one check."""
 _JOB_LEVELS = {**dict.fromkeys(JobState, _DEBUG), JobState.FAILED: _WARNING}
@@ -272,12 +272,6 @@ WRITERS: dict[type[Event], Callable[[Any, Any], None]] = {
     StepEnded: lambda log, event: log.debug("step_ended", step_id=event.step.step_id, over=list(event.over)),
     ExtensionRefused: _extension_refused,
     EvictionSwitched: _eviction_switched,
-    HintGiven: lambda log, event: log.debug(
-        "hint_given", hint_id=event.hint_id, category=event.category, num_tokens=event.num_tokens
-    ),
-    HintEnded: lambda log, event: log.debug(
-        "hint_ended", hint_id=event.hint_id, category=event.category, outcome=event.end.value
-    ),
     RequestCancelled: lambda log, event: log.info(
         "request_cancelled", request_id=event.request.request_id, reason=event.reason
     ),

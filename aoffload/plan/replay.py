@@ -37,24 +37,27 @@ class Replay:
     num_stored: int = 0
 
 
-def replay(trace: Trace, num_device: int, num_host: int, *, store: Any = "eager", eviction: Any = "lru") -> Replay:
+def replay(trace: Trace, num_device: int, num_host: int, *, store: Any = "eager", eviction: Any = "lru", hints=None) -> Replay:
     """Serve the whole trace. A request that does not fit the device is left out, and hits nothing."""
     most = 2 * (trace.num_blocks + trace.most_blocks + 1)  # with more, nothing is evicted, nor about to be
     num_device, num_host = min(num_device, most), min(num_host, most)
     groups = [KVCacheGroup("trace", block_size=BLOCK_SIZE)]
     config = OffloadConfig(groups=groups, num_host_blocks=num_host, store_policy=store, eviction=eviction)
-    ledger, size = Ledger(config, num_device + 1), len(trace.requests)
+    now = 0.0
+    ledger, size = Ledger(config, num_device + 1, clock=lambda: now), len(trace.requests)
     found = Replay(np.zeros(size, np.int64), np.zeros(size, np.int64))
     for number, request in enumerate(trace.requests):
         if len(request.blocks) >= num_device:
             continue
+        now = request.at_s
         tokens = _tokens(trace, request)
         num_prompt_tokens = request.num_prompt_blocks * BLOCK_SIZE + 1
         record = ledger.admit(Prefix.of(ROOT, tokens[:num_prompt_tokens]))
         ledger.allocate_nowait(record)
         found.device[number] = record.match.num_device_tokens // BLOCK_SIZE
         found.host[number] = record.match.num_host_tokens // BLOCK_SIZE
-        found.num_stored += _serve(ledger, record, tokens)
+        h = None if hints is None or eviction=='lru' else hints[number]
+        found.num_stored += _serve(ledger, record, tokens, h)
     return found
 
 
@@ -64,7 +67,7 @@ def _tokens(trace: Trace, request: TracedRequest) -> Blocks:
     return np.append(np.repeat(request.blocks, BLOCK_SIZE), np.int32(trace.num_blocks))
 
 
-def _serve(ledger: Ledger, record: LedgerRequest, tokens: Blocks) -> int:
+def _serve(ledger: Ledger, record: LedgerRequest, tokens: Blocks, hint=None) -> int:
     """Load and compute it, the prompt at once and its answer block by block, and release it. Returns the number of
     stored blocks."""
     land(ledger, ledger.plan_load(record))
@@ -75,6 +78,8 @@ def _serve(ledger: Ledger, record: LedgerRequest, tokens: Blocks) -> int:
         ledger.extend_nowait(record, computed)
         plans = ledger.commit(record, computed, tokens[before:computed])
         num_stored += land(ledger, chain(plans, _write_back(ledger)))
+    if hint is not None:
+        hint(ledger, Prefix.of(ROOT, tokens[:computed]))
     return num_stored + land(ledger, chain(ledger.release(record), _write_back(ledger)))
 
 

@@ -10,7 +10,7 @@ import attrs
 from aoffload import Tier
 from aoffload._common.tiers import CACHE_TIERS, TIERS
 from aoffload._transfer.breaker import Use
-from aoffload.ledger import Direction, EvictionRule, HintEnd, Outcome
+from aoffload.ledger import Direction, EvictionRule, Outcome
 
 
 class Kind(enum.Enum):
@@ -102,15 +102,10 @@ FAMILIES = (
     Family("aoffload_eviction_switches_total", _COUNTER, _TIER, "Times that the ruling order changed.", _LEARNED),
     Family(
         "aoffload_shadow_hit_blocks", _GAUGE, _TIER | {"order": ("learned", "lru")},
-        "Hits of the guard's two small caches lately: the order with more of them rules.", _LEARNED,
+        "Recent hits of the two caches that the guard simulates: the order with more of them rules.", _LEARNED,
     ),
     Family("aoffload_remembered_runs", _GAUGE, {}, "Stretches of prompts whose requests are counted.", _LEARNED),
     Family("aoffload_remembered_bytes", _GAUGE, {}, "About the memory that they take in this process.", _LEARNED),
-    Family("aoffload_hints", _GAUGE, {}, "Prompts that a hint spares, or would.", _LEARNED),
-    Family(
-        "aoffload_hints_ended_total", _COUNTER, {"outcome": tuple(end.value for end in HintEnd)},
-        "Hints that are over.", _LEARNED,
-    ),
     Family("aoffload_pins", _GAUGE, {}, "Prompts that somebody keeps cached by a pin."),
     Family(
         "aoffload_jobs", _GAUGE, {"state": ("queued", "launched", "quarantined")},

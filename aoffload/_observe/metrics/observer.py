@@ -21,7 +21,6 @@ from ...ledger import (
     CompletionDelivered,
     Event,
     Fetch,
-    HintEnded,
     JobMoved,
     JobState,
     LedgerRequest,
@@ -204,9 +203,6 @@ class Metrics:
         if isinstance(event.transfer, Fetch) and event.new in (CacheTransferState.DONE, CacheTransferState.CANCELLED):
             self.fetches[event.new.value] += 1
 
-    def hint_ended(self, event: HintEnded) -> None:
-        self.hints[event.end.value] += 1
-
     def store_skipped(self, event: StoreSkipped) -> None:
         self.skipped_blocks[event.reason if event.reason in _SKIPPED else "other"] += event.num_blocks
 
@@ -218,7 +214,6 @@ _COUNTED: dict[type[Event], Callable[[Metrics, Any], None]] = {
     CompletionDelivered: Metrics.completion_delivered,
     CacheTurnedOff: Metrics.cache_turned_off,
     CacheTransferMoved: Metrics.cache_transfer_moved,
-    HintEnded: Metrics.hint_ended,
     StoreSkipped: Metrics.store_skipped,
 }
 

@@ -118,7 +118,6 @@ def _standing(ledger: AnyLedger, found: LedgerStatistics) -> Iterator[tuple[str,
     yield "aoffload_evicted_blocks_total", _evicted(ours, found.eviction)
     if found.eviction is not None:
         yield from _learned(found.eviction)
-        yield "aoffload_hints", _one(found.num_hints)
     yield "aoffload_pins", _one(found.num_pins)
     jobs = Counter(job.state.value for job in ledger.jobs.unsettled.values())
     jobs["quarantined"] = len(ledger.jobs.quarantined)
