@@ -8,6 +8,7 @@ from ._common.prefix import Prefix, Root
 from ._config.groups import AttentionKind
 from ._config.tiers import LearnedEviction
 from ._eviction.status import (
+    BucketStatistics,
     EvictionRule,
     EvictionStatistics,
     EvictionSwitched,
@@ -75,6 +76,7 @@ __all__ = [
     "Build",
     "CacheTransfer",
     "CacheTransferMoved",
+    "BucketStatistics",
     "CacheTransferState",
     "CacheTurnedOff",
     "CellLabel",

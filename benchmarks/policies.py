@@ -81,9 +81,11 @@ def replay(
     """Serve `prompts` one after the other."""
     groups = [KVCacheGroup("full", block_size=BLOCK_TOKENS)]
     config = OffloadConfig(groups=groups, num_host_blocks=num_host, store_policy=policy, eviction=eviction)
-    ledger, found = Ledger(config, num_device + 1), Replay(name)
+    now = 0.0
+    ledger, found = Ledger(config, num_device + 1, clock=lambda: now), Replay(name)
     begun = time.perf_counter()
     for prompt in prompts:
+        now += 1.0
         request = ledger.admit(Prefix.of(ROOT, prompt))
         found.num_device_hits += request.match.num_device_tokens // BLOCK_TOKENS
         found.num_host_hits += request.match.num_host_tokens // BLOCK_TOKENS

@@ -79,11 +79,15 @@ class HitCounts:
     start."""
 
     def __init__(
-        self, layout: Layout, max_tokens: int, run_tokens: int = RUN_TOKENS, watcher: RunWatcher | None = None,
+        self,
+        layout: Layout,
+        max_tokens: int,
+        run_tokens: int = RUN_TOKENS,
+        watcher: RunWatcher | None = None,
         count_alike: Callable[[CountedRun, CountedRun], bool] = _are_counted_alike,
     ) -> None:
-        """`count_alike`: whether two runs that are requested together may be one run, because their counts have the same
-        meaning."""  # fmt: skip
+        """`count_alike`: whether two runs that are requested together may be one run, because their counts mean the
+        same."""  # fmt: skip
         self._unit_bytes = layout.unit_tokens * TOKEN_BYTES
         self._unit_tokens = layout.unit_tokens
         self._max_tokens = max_tokens
@@ -147,8 +151,8 @@ class HitCounts:
         return [counted for counted in path if counted.start >= first] if first else path
 
     def path_from(self, before: Sequence[CountedRun], sequence: TokenSequence, stop: int) -> Sequence[CountedRun]:
-        """As `path` from unit 0 on. `before`: an earlier answer for a prefix of `sequence`, which saves time if its runs
-        are as they were."""
+        """As `path` from unit 0 on. `before`: an earlier answer for a prefix of `sequence`. It saves time if its runs
+        have not changed since."""
         if not before or before[-1].stop > stop or not self._are_present(before):
             return self.path(sequence, 0, stop)
         found, last = list(before), before[-1]
@@ -170,8 +174,8 @@ class HitCounts:
         return True
 
     def known(self, sequence: TokenSequence, stop: int) -> list[CountedRun]:
-        """The runs with the units of `sequence` before `stop`, as far as they were seen. Splits a run where the sequence
-        leaves it."""
+        """The runs with the units of `sequence` before `stop`, as far as they were seen. Splits a run where the
+        sequence leaves it."""
         path: list[CountedRun] = []
         position, before = 0, sequence.root.digest
         while position < stop:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from .._common.arguments import check_text
+from .._common.arguments import check_text, shown
 from .._common.prefix import Prefix
 from .._common.tiers import Tier
 from .._config.tiers import LearnedEviction
@@ -59,7 +59,7 @@ class Eviction(LedgerExtension):
         true. It pins nothing. A later call for the same prompt replaces it, and a request for the prompt ends it."""
         if in_s is not None:
             in_s = check_time("in_s", in_s)
-            if not 0 <= in_s:
+            if not in_s >= 0:
                 raise InvalidArgument("in_s", f"must be at least 0 seconds, got {shown(in_s)}")
         elif not category:
             raise InvalidArgument("in_s", "give a time or a category")
@@ -83,21 +83,25 @@ class Eviction(LedgerExtension):
     # -- hooks ----------------------------------------------------------------------------------------------------
 
     def on_admitted(self, request: LedgerRequest, parent: LedgerRequest | None) -> None:
-        if request.store_limit and parent is None:  # a fork requests nothing new
-            if self.learning.began(request):
-                self._rulings.look()
+        if request.store_limit and parent is None and self.learning.began(request):  # a fork requests nothing new
+            self._rulings.look()
 
     def on_finishing(self, request: LedgerRequest) -> None:
         if request.store_limit:
-            lease = request.leases.get(Tier.DEVICE)
-            stop = max(request.published, request.sequence.num_prompt_units)
-            self.learning.ended(self._cache, request, stop, None if lease is None else lease.run)
+            self._ended(request, max(request.published, request.sequence.num_prompt_units))
 
     def on_leaving(self, request: LedgerRequest, is_last: bool) -> None:
-        if is_last and self.learning.is_live(request):  # it was not done
-            lease = request.leases.get(Tier.DEVICE)
-            stop = request.sequence.num_prompt_units
-            self.learning.ended(self._cache, request, stop, None if lease is None else lease.run)
+        if is_last and self.learning.is_live(request):  # it is not done
+            self._ended(request, request.sequence.num_prompt_units)
+
+    def _ended(self, request: LedgerRequest, stop: int) -> None:
+        lease, run = request.leases.get(Tier.DEVICE), None
+        if lease is not None:
+            run = lease.run
+        else:  # the last run that has no units of other prompts
+            for found, agreed in self._cache.index.walk(request.sequence, stop):
+                run = found if agreed == found.stop else run
+        self.learning.ended(self._cache, request, stop, run)
 
     def on_reset(self, tier: Tier | None) -> None:
         if tier is None:

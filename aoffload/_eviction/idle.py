@@ -146,7 +146,7 @@ class IdlePaths(Generic[Node]):
     def _unlink(self, key: tuple[int, int, int]) -> None:
         bucket, last_use, number = key
         leaves = self._leaves[bucket]
-        del leaves[bisect_left(leaves, (last_use, number))]  # type: ignore[type-var]
+        del leaves[bisect_left(leaves, (last_use, number))]
         best = self._best.get(bucket)
         if best is not None and best[2] == number:
             del self._best[bucket]
@@ -184,7 +184,7 @@ class IdlePaths(Generic[Node]):
                 least, found = worth[number], leaves[at]
             if not number:
                 break
-            at = bisect_right(leaves, (now - ENDS[number - 1], float("inf")), at + 1)  # type: ignore[type-var]
+            at = bisect_right(leaves, (now - ENDS[number - 1], float("inf")), at + 1)
         return (least, *found)
 
     def oldest(self) -> Node | None:

@@ -365,11 +365,9 @@ class Learning:
             self._label_path(cache, last, _labels(path), splits=False)
         return num_units
 
-    def _label_path(
-        self, cache: PrefixCache, run: Run, labels: Sequence[tuple[int, int]], *, splits: bool
-    ) -> None:
-        """Put the parts on the path of `run` into the buckets of `labels`: (stop, bucket). With `splits`, a run is split
-        where the bucket changes. Otherwise it gets the bucket of its last unit, because splits are costly."""
+    def _label_path(self, cache: PrefixCache, run: Run, labels: Sequence[tuple[int, int]], *, splits: bool) -> None:
+        """Put the parts on the path of `run` into the buckets of `labels`: (stop, bucket). With `splits`, a run is
+        split where the bucket changes. Otherwise it gets the bucket of its last unit, because splits are costly."""
         at = len(labels)
         current: Run | None = run
         while current is not None:
@@ -459,4 +457,5 @@ class Rulings:
         counts = self._learning.counts
         num_runs, num_tokens = len(counts), counts.num_tokens - len(counts) * self._cache.layout.unit_tokens
         tiers = tuple(self._tier(tier) for tier in self._learning.tiers)
-        return EvictionStatistics(tiers, num_runs, num_tokens * TOKEN_BYTES + num_runs * RUN_BYTES)
+        buckets = tuple(self._learning.times.statistics(self._cache.layout.unit_tokens))
+        return EvictionStatistics(tiers, buckets, num_runs, num_tokens * TOKEN_BYTES + num_runs * RUN_BYTES)

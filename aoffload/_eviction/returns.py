@@ -7,15 +7,15 @@ A prefix is *idle* between two requests for it, and *returns* with the next one.
 - A hint predicts that a prefix returns in some seconds, or never. Predictions of one bucket differ by a factor of at
   most 1.6. If the hint names a category, such as a tool, the category has buckets of its own.
 
-For each bucket, it counts returns by the age at which they come. Ages are counted in bins that each end at 1.4 times the
-age at which the bin before it ends:
+For each bucket, it counts returns by the age at which they come. Ages are counted in bins. Each bin ends at 1.4 times
+the age at which the bin before it ends:
 
     age in s     0 |......1|.1.4|..2|.2.8|...4|....5.7|......8|  ...
     counted        [tokens that were idle for so long] [of those, tokens that returned within the bin]   for each bucket
 
 So a prediction is believed as far as earlier predictions of its bucket have come true. If clients lie, the lies change
-the counts of their buckets, and later predictions of these buckets count as little as the lies were worth. Prefixes that
-have not returned yet count, too: they have reached all bins up to their age.
+the counts of their buckets, and later predictions of these buckets are believed less. Prefixes that have not returned
+yet count, too: they have reached all bins up to their age.
 
 From the counts follows, for a block of some bucket and age, the probability that it returns by each later age, and the
 expected time that it takes up space until then. Its *worth* is the largest quotient of the two: the hits that a block
@@ -28,10 +28,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .status import BucketStatistics
 
 NUM_CLASSES = 3
 MAX_BUCKETS = 160
@@ -124,6 +126,26 @@ class ReturnTimes:
             self.worth[found] = self.worth[0]
         numbers.move_to_end(key)
         return found
+
+    def statistics(self, unit_tokens: int) -> Iterator[BucketStatistics]:
+        """What was learned about each bucket that has seen prompts."""
+        hinted = {number: key for key, number in self._numbers.items()}
+        for number in range(self._num_buckets):
+            asked, returned = self._asked[number], self._returned[number]
+            if asked < 0.5:
+                continue
+            category, octave = hinted.get(number, ("", None))
+            num_returned, median, so_far = sum(returned), None, 0.0
+            for length, end, count in zip(_LENGTHS, [*ENDS, 2 * ENDS[-1]], returned, strict=True):
+                so_far += count
+                if num_returned and so_far * 2 >= num_returned:
+                    median = end / TICKS - length * (so_far - num_returned / 2) / count
+                    break
+            predicted = octave if octave is None or octave == NEVER else 2 ** (octave / PER_OCTAVE)
+            num_requests = number + 1 if number < NUM_CLASSES else None
+            yield BucketStatistics(
+                category, predicted, num_requests, asked * unit_tokens, min(1.0, num_returned / asked), median
+            )
 
     # -- counting -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Reports of learned eviction: the order that each tier uses, and the outcome of hints."""
+"""Reports of learned eviction: the order that each tier uses, and what was learned about hints."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ _RULES = {EvictionRule.LRU: "the last use", EvictionRule.LEARNED: "what was lear
 @attrs.frozen
 class TierEviction:
     """A tier with learned eviction, and the measurements that decide between the learned order and LRU. The guard
-    simulates both orders on an eighth of the traffic, and the tier uses the order with more hits. Older hits count
-    less."""
+    simulates both orders, and the tier uses the order with more hits. Older hits count less."""
 
     tier: Tier
     rule: EvictionRule
@@ -36,7 +35,7 @@ class TierEviction:
     learned_hits: float
     lru_hits: float
     num_switches: int
-    """Switches between the two orders. A tier starts with LRU, unless it is too small to compare the orders."""
+    """Switches between the two orders. A tier starts with LRU."""
     num_evicted_learned: int
     """Blocks evicted while the learned order was in use."""
     num_evicted_lru: int
@@ -44,10 +43,31 @@ class TierEviction:
 
 
 @attrs.frozen
+class BucketStatistics:
+    """What was learned about prompts with one kind of hint, or without one. Older requests count less."""
+
+    category: str
+    """The category of the hints; empty if they name none."""
+    predicted_s: float | None
+    """The time that the hints predict, up to a factor of 1.3; infinite if they predict no return. None: they predict
+    no time, or there was no hint."""
+    num_requests: int | None
+    """For prompts without a hint, the number of their requests: 1, 2, or 3 for 3 or more. Otherwise None."""
+    num_tokens: float
+    """Tokens that became idle."""
+    returned: float
+    """The share of them that returned."""
+    median_s: float | None
+    """The median time until they returned. None: none has returned."""
+
+
+@attrs.frozen
 class EvictionStatistics:
     """The state of learned eviction."""
 
     tiers: tuple[TierEviction, ...]
+    buckets: tuple[BucketStatistics, ...]
+    """Those that have seen prompts: whether hints come true."""
     num_remembered_runs: int
     """Stretches of prompts whose requests are counted."""
     num_remembered_bytes: int

@@ -25,7 +25,6 @@ from .._common.arguments import check_bool, check_callable, check_int, check_tex
 from .._common.prefix import TOKEN_BYTES, Prefix, TokenIds, encode_tokens
 from .._common.tiers import BELOW, Tier
 from .._config.config import OffloadConfig
-from .._eviction.extension import Eviction
 from .._extensions.assembly import AnyLedger, LedgerStatistics, built_in
 from .._extensions.load_choice import Loadable
 from .._kernel.base import configured_groups
@@ -97,10 +96,8 @@ class HostCache(AnyLedger):
         most_of_step = num_device_blocks // MOST_OF_POOL if config.max_bytes_in_flight is None else 0
         self.end_call = self._end_call
         self._attach()
-        eviction = self.find(Eviction)
         self.offers = EngineOffers(
             self.cache, self.jobs, self.stores, self.moves, self.hooks, tiers[0], most, most_of_step, num_device_blocks,
-            None if eviction is None else eviction.learning,
         )  # fmt: skip
         self.arrivals = Arrivals(clock, config.pending_timeout_s)
         self.matches = EngineMatches(self.cache, self.request_leases, self.moves, self.arrivals, tiers[0])

@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 
 from .._common.tiers import BELOW, Tier
 from .._config.config import MAX_BLOCKS
-from .._eviction.learned import Learning
 from .._kernel.cache import PrefixCache
 from .._kernel.events import StoreSkipped
 from .._kernel.hooks import Hooks
@@ -123,7 +122,6 @@ class EngineOffers:
     """If a step computes up to this many blocks, all of them may be in flight. 0: `max_blocks_in_flight` is
     configured."""
     num_rows: int
-    learning: Learning | None = None
     unit_blocks: int = field(init=False)
     """Blocks of a unit over all components."""
     deferred: dict[str, Deferred] = field(default_factory=dict)
@@ -146,8 +144,6 @@ class EngineOffers:
     def reached(self, request: HostCacheRequest, run: Run) -> None:
         """Record that the index has the tokens of `request` up to the end of `run`."""
         self._ends[request] = End(run, run.stop)
-        if self.learning is not None:
-            self.learning.mark(self.cache, request, run, 0)
 
     def forget(self, request: HostCacheRequest) -> None:
         """Forget the end of the request's path, because the request is over or its tokens were dropped."""

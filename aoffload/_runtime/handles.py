@@ -5,7 +5,6 @@ Handle | verbs | present
 `pins` | `hold` | always
 `transfers` | `prefetch`, `demote` | always; not in a `HostCacheRuntime`
 `fetches` | `fetch` | if there is a tier below the host
-`eviction` | `hint` | if `eviction` is learned
 `disk` | `wait_restored` | if `disk` is configured
 `reports` | `requests`, `holders` | always
 
@@ -46,7 +45,7 @@ AnyTransfer = TypeVar("AnyTransfer", bound=CacheTransfer)
 
 
 def _time_to_live(name: str, value: object) -> float:
-    """`value` as the time to live of a pin or a hint, in seconds."""
+    """`value` as the time to live of a pin, in seconds."""
     seconds = number_of(value)
     if seconds is None or not 0 < seconds <= MAX_SECONDS:
         raise InvalidArgument(name, f"must be a positive number of seconds up to 1e9, got {shown(value)}")
@@ -307,24 +306,6 @@ class RuntimeFetches(Handle):
         `Request.allocate` fetches for its own prompt.
         """
         return PendingFetch(self._session, self._session.prefix("fetches.fetch", token_ids, identity))
-
-
-class RuntimeEviction(Handle):
-    """`runtime.eviction`: gives hints to learned eviction."""
-
-    def hint(self, token_ids: TokenIds, *, expected_s: float, category: str = "", **identity: Unpack[Identity]) -> int:
-        """Say that a prompt will be requested again within `expected_s` seconds, such as after an agent's tool call.
-        Until then, its cached blocks are evicted last. Pins nothing. Returns the number of tokens spared.
-
-        `category`: the kind of the hint, such as the name of the tool. While less than a quarter of the hints of a
-        category come true, they spare nothing.
-        """
-        session = self._session
-        prefix = session.prefix("eviction.hint", token_ids, identity)
-        expires_at = session.now() + _time_to_live("expected_s", expected_s)
-        found: int = session.ledger.eviction.hint(prefix, expires_at=expires_at, category=category)
-        session.worker.watch(expires_at)
-        return found
 
 
 class RuntimeDisk(Handle):

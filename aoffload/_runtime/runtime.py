@@ -80,7 +80,7 @@ from .._transfer.transport import (
 )
 from ..errors import ConfigError, InvalidArgument, RequestAborted, RuntimeClosed, TransferRefused, WrongThread
 from .costs import MOST_TOKENS, LoadCosts, PrefillSpeed, check_report
-from .handles import RuntimeDisk, RuntimeEviction, RuntimeFetches, RuntimePins, RuntimeReports, RuntimeTransfers
+from .handles import RuntimeDisk, RuntimeFetches, RuntimePins, RuntimeReports, RuntimeTransfers
 from .loading import PendingLoad
 from .request import EngineRequest, Request, RequestBase
 from .session import AnyFace, PromptOptions, Session, SessionLife
@@ -471,12 +471,6 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         """Fetch prompts from the tiers below the host. `ConfigError("disk")` if there is no such tier."""
         _ = self.ledger.fetches
         return RuntimeFetches(self._session, self)
-
-    @property
-    def eviction(self) -> RuntimeEviction:
-        """Give hints. `ConfigError("eviction")` unless eviction is learned."""
-        _ = self.ledger.eviction
-        return RuntimeEviction(self._session, self)
 
     @property
     def disk(self) -> RuntimeDisk:

@@ -7,7 +7,8 @@ partial block after its last whole one. Every copy lands at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -28,6 +29,16 @@ from .trace import Blocks, Trace, TracedRequest
 ROOT, BLOCK_SIZE = Root("plan"), 2
 
 
+@attrs.frozen
+class Predicted:
+    """A hint at the end of a request."""
+
+    in_s: float | None = None
+    """Seconds until the prompt returns, from the beginning of the request on; infinite if it does not return. None: the
+    hint predicts no time."""
+    category: str = ""
+
+
 @attrs.define(eq=False)
 class Replay:
     device: Counts
@@ -37,8 +48,17 @@ class Replay:
     num_stored: int = 0
 
 
-def replay(trace: Trace, num_device: int, num_host: int, *, store: Any = "eager", eviction: Any = "lru", hints=None) -> Replay:
-    """Serve the whole trace. A request that does not fit the device is left out, and hits nothing."""
+def replay(
+    trace: Trace,
+    num_device: int,
+    num_host: int,
+    *,
+    store: Any = "eager",
+    eviction: Any = "lru",
+    hints: Sequence[Predicted | None] = (),
+) -> Replay:
+    """Serve the whole trace. A request that does not fit the device is left out, and hits nothing. `hints`: for each
+    request, what it predicts at its end; only with learned eviction."""
     most = 2 * (trace.num_blocks + trace.most_blocks + 1)  # with more, nothing is evicted, nor about to be
     num_device, num_host = min(num_device, most), min(num_host, most)
     groups = [KVCacheGroup("trace", block_size=BLOCK_SIZE)]
@@ -56,8 +76,7 @@ def replay(trace: Trace, num_device: int, num_host: int, *, store: Any = "eager"
         ledger.allocate_nowait(record)
         found.device[number] = record.match.num_device_tokens // BLOCK_SIZE
         found.host[number] = record.match.num_host_tokens // BLOCK_SIZE
-        h = None if hints is None or eviction=='lru' else hints[number]
-        found.num_stored += _serve(ledger, record, tokens, h)
+        found.num_stored += _serve(ledger, record, tokens, hints[number] if hints else None)
     return found
 
 
@@ -67,7 +86,7 @@ def _tokens(trace: Trace, request: TracedRequest) -> Blocks:
     return np.append(np.repeat(request.blocks, BLOCK_SIZE), np.int32(trace.num_blocks))
 
 
-def _serve(ledger: Ledger, record: LedgerRequest, tokens: Blocks, hint=None) -> int:
+def _serve(ledger: Ledger, record: LedgerRequest, tokens: Blocks, hint: Predicted | None) -> int:
     """Load and compute it, the prompt at once and its answer block by block, and release it. Returns the number of
     stored blocks."""
     land(ledger, ledger.plan_load(record))
@@ -79,7 +98,11 @@ def _serve(ledger: Ledger, record: LedgerRequest, tokens: Blocks, hint=None) -> 
         plans = ledger.commit(record, computed, tokens[before:computed])
         num_stored += land(ledger, chain(plans, _write_back(ledger)))
     if hint is not None:
-        hint(ledger, Prefix.of(ROOT, tokens[:computed]))
+        prefix = Prefix.of(ROOT, tokens[:computed])
+        if hint.in_s == math.inf:
+            ledger.eviction.done(prefix, category=hint.category)
+        else:
+            ledger.eviction.returns(prefix, in_s=hint.in_s, category=hint.category)
     return num_stored + land(ledger, chain(ledger.release(record), _write_back(ledger)))
 
 

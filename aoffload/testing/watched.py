@@ -12,9 +12,9 @@ CHANGING = (
     "admit", "allocate_nowait", "queue_allocation", "extend_nowait", "queue_extension", "accept", "withdraw",
     "plan_load", "abandon_load", "launch", "settle", "discard", "commit", "invalidation.invalidate", "invalidate",
     "step", "overlap.step", "release", "reset", "preemption.preempt", "preemption.resume", "pins.hold", "pins.release",
-    "lapse", "pins.drop", "eviction.hint", "transfers.prefetch", "transfers.demote", "transfers.cancel",
-    "transfers.cancel_all", "match_again", "offer", "fetches.fetch", "fetches.match_again", "disk.plan_stores",
-    "disk.plan_flush", "disk.restore",
+    "lapse", "pins.drop", "eviction.returns", "eviction.done", "transfers.prefetch", "transfers.demote",
+    "transfers.cancel", "transfers.cancel_all", "match_again", "offer", "fetches.fetch", "fetches.match_again",
+    "disk.plan_stores", "disk.plan_flush", "disk.restore",
 )  # fmt: skip
 REFUSING = ("allocate_nowait", "extend_nowait", "queue_allocation", "queue_extension", "pins.hold")
 ENDING = ("settle", "discard")

@@ -125,12 +125,11 @@ def _blocks(look: Look, tier: str) -> str:
 
 
 def _eviction(look: Look) -> Iterator[str]:
-    """For learned eviction: the order in use in each tier, and hints."""
+    """For learned eviction: the order in use in each tier."""
     ruled = _by_tier(look, "aoffload_eviction_learned")
     if ruled:
         orders = ", ".join(f"{tier} by {'what was learned' if on else 'the last use'}" for tier, on in ruled.items())
-        hints = look.get("aoffload_hints")
-        yield f"eviction   {orders}" + (f"; {hints:,.0f} hints" if hints else "")
+        yield f"eviction   {orders}"
 
 
 def _copies(look: Look, before: Look | None) -> Iterator[str]:

@@ -156,7 +156,6 @@ class Kind(enum.Enum):
     """A request does without a fetch, because the tier fails and is disabled for a while."""
     EVICTION = "eviction"
     """A tier with learned eviction uses another order."""
-    HINT = "hint"
     TIER = "tier"
     """A tier below host memory: opened, or read back."""
     PIN = "pin"
@@ -218,8 +217,6 @@ def _meanings() -> dict[str, Meaning]:
         "remote_opened": Meaning(Kind.TIER, "remote"),
         "fetch_skipped": Meaning(Kind.SKIPPED_FETCH, "skipped"),
         "eviction_switched": Meaning(Kind.EVICTION, "switched"),
-        "hint_given": Meaning(Kind.HINT, "given"),
-        "hint_ended": Meaning(Kind.HINT, "ended"),
         "fetch_declined": Meaning(Kind.DECLINED, "fetch"),
         "load_declined": Meaning(Kind.DECLINED, "load"),
     }  # fmt: skip

@@ -150,7 +150,6 @@ class Figures(Listener):
     """Skipped fetches by disabled tier."""
     switches: Tally = attrs.field(factory=Tally)
     """Switches by tier and new eviction order."""
-    hints: Tally = attrs.field(factory=Tally)
     skipped_stores: Tally = attrs.field(factory=Tally)
     skipped_blocks: Tally = attrs.field(factory=Tally)
     alarms: Tally = attrs.field(factory=Tally)
@@ -204,8 +203,6 @@ class Figures(Listener):
                 return self.skipped_fetches, event.text("tier"), 1
             case Kind.EVICTION:
                 return self.switches, ruling(event), 1
-            case Kind.HINT:
-                return self.hints, "given" if state == "given" else event.text("outcome"), 1
             case Kind.SKIPPED_STORE:
                 return self.skipped_stores, event.text("reason"), event.count("num_blocks")
             case _:

@@ -172,14 +172,9 @@ def _others(figures: Figures) -> list[str]:
 
 
 def _eviction(figures: Figures) -> list[str]:
-    """The eviction order of each tier with learned eviction, and hints."""
+    """The eviction order of each tier with learned eviction."""
     switches = [f"  {words}: began {counted(count, 'time')}" for words, count in figures.switches.highest_first()]
-    found = ["eviction that learns", *switches] if switches else []
-    if figures.hints.total:
-        counts = [(name, count) for name, count in figures.hints.highest_first() if name != "given"]
-        ends = ", ".join(f"{count:,} {plain(name)}" for name, count in counts)
-        found.append(f"{counted(figures.hints.count('given'), 'hint')} given: {ends or 'none over'}")
-    return found
+    return ["eviction that learns", *switches] if switches else []
 
 
 def _outcomes(tally: Tally) -> str:

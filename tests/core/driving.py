@@ -31,9 +31,12 @@ def write_back(ledger: Ledger) -> tuple[TransferPlan, ...]:
 class Driven:
     """Blocks of 4 tokens, unless told otherwise. After every call of its own it checks integrity."""
 
-    def __init__(self, num_device: int, num_host: int = 16, *, observer: Any = None, **config: Any) -> None:
+    def __init__(
+        self, num_device: int, num_host: int = 16, *, observer: Any = None, clock: Any = None, **config: Any
+    ) -> None:
         config.setdefault("groups", [KVCacheGroup("full", block_size=BLOCK)])
-        self.ledger = Ledger(OffloadConfig(num_host_blocks=num_host, **config), num_device + 1, observer=observer)
+        settings = OffloadConfig(num_host_blocks=num_host, **config)
+        self.ledger = Ledger(settings, num_device + 1, observer=observer, clock=clock)
 
     @staticmethod
     def prefix(tokens: list[int], root: Root = ROOT, key_spans: Any = ()) -> Prefix:

@@ -103,8 +103,6 @@ class Metrics:
         self.fetches: Counter[str] = Counter()
         self.skipped_blocks: Counter[str] = Counter()
         stays = LABEL_VALUES["aoffload_request_seconds", "state"]
-        self.hints: Counter[str] = Counter()
-        """Finished hints by outcome."""
         self.state_seconds = {state: Histogram(SECONDS) for state in stays}
         self.room_wait = Histogram(SECONDS)
         links = [link for row in TIERS if row.above is not None for link in (("load", row.tier), ("store", row.tier))]

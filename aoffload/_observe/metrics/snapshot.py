@@ -15,7 +15,6 @@ from aoffload._observe.observers import each_observer
 from aoffload._transfer.breaker import LeftAlone, Use
 from aoffload.ledger import EvictionRule, EvictionStatistics, LedgerLog, LedgerStatistics, Observers, TierStatistics
 
-from ..._eviction.extension import Eviction
 from ..._extensions.assembly import AnyLedger
 from .families import LABEL_VALUES, LOWER
 from .observer import Histogram, Metrics
@@ -89,8 +88,6 @@ def _counted(metrics: Metrics, ledger: AnyLedger) -> Iterator[tuple[str, Iterabl
     tiers = _tiers_of(ledger)
     if tiers & set(LOWER):
         yield "aoffload_fetches_total", _each("aoffload_fetches_total", "outcome", metrics.fetches)
-    if ledger.find(Eviction) is not None:
-        yield "aoffload_hints_ended_total", _each("aoffload_hints_ended_total", "outcome", metrics.hints)
     yield "aoffload_requests_admitted_total", _one(metrics.num_admitted)
     yield "aoffload_requests_preempted_total", _one(metrics.num_preempted)
     yield "aoffload_requests_finished_total", _finished(metrics)
