@@ -222,9 +222,8 @@ class LearnedOrder:
         self._idle.add(part, _before(part), part.rank, part.last_use)
 
     def remove(self, part: Part) -> None:
-        """A part without references leaves the order because it was merged, or has no blocks any more. Its children
-        get its parent."""
-        if not part.num_references:
+        """If `part` is merged into the part after it, that part follows the parent of `part` from now on."""
+        if part.blocks and not part.num_references:
             self._idle.adopt(part)
         self._idle.remove(part)
 

@@ -150,12 +150,10 @@ class ReturnTimes:
     # -- counting -------------------------------------------------------------------------------------------------
 
     def advance(self) -> int:
-        """Read the clock. Returns the time, which never goes back."""
+        """Read the clock. Returns the time, which never goes back. No two calls return the same time."""
         seconds = self._num_units if self.clock is None else self.clock()
-        now = int(seconds * TICKS)
-        if now > self.now:
-            self.now = now
-        return self.now
+        self.now = now = max(self.now + 1, int(seconds * TICKS))
+        return now
 
     def returned(self, bucket: int, since: int, num_units: int) -> None:
         """Count units that return now. They were idle since the time `since`, and in `bucket`."""

@@ -525,8 +525,10 @@ class PrefixCache:
         tier, part.incoming = self.tiers[part.tier], None
         first, stop = part.first, part.stop
         if part.blocks and not part.num_references:
-            tier.make_pinned(part)  # takes it out of the eviction order
-            tier.pool.give(part.clear())
+            block_ids = part.clear()
+            tier.num_cached -= len(block_ids)
+            tier.order.remove(part)
+            tier.pool.give(block_ids)
         elif part.blocks:
             part.entomb(first, part.clear())
         if first < stop and part.run.epoch == self.epoch:  # else a reset has reported it already

@@ -91,7 +91,10 @@ class EvictionOrder(Protocol):
         """Reinsert `part` at its old place, by `last_use`: it was pinned, but not used."""
         ...
 
-    def remove(self, part: Part) -> None: ...
+    def remove(self, part: Part) -> None:
+        """`part` was pinned or, if it has no references, has lost its blocks. If it has blocks and no references, it is
+        merged into the part after it."""
+        ...
 
     def oldest(self) -> Part | None:
         """The part to evict from next. None only if the order has no parts."""
