@@ -127,8 +127,18 @@ class HostCache(AnyLedger):
     def rematch(self, request: LedgerRequest) -> None:
         self.matches.match_again(self.own(request))
 
-    def _match_again(self, requests: Iterable[LedgerRequest]) -> None:
-        self.matches.forget([request for request in requests if isinstance(request, HostCacheRequest)])
+    def match_all_again(self) -> None:
+        self.matches.forget(tuple(self.live_requests.values()))
+
+    def possible_publishers(self) -> Iterable[LedgerRequest]:
+        """Includes requests that are over, but have deferred blocks, which the engine may find until they are
+        stored."""
+        return (*self.live_requests.values(), *[old.request for old in self.offers.deferred.values()])
+
+    def has_begun(self, request: LedgerRequest) -> bool:
+        """A PINNED request may have computed: its next call may be its first offer. A MATCHED one has to match again
+        first, with the tokens that the engine's cache has then."""
+        return request.state is not State.MATCHED
 
     def waits_for(self, request: LedgerRequest) -> LedgerRequest | None:
         return self.arrivals.waits_for(request) if isinstance(request, HostCacheRequest) else None

@@ -26,6 +26,7 @@ from .._extensions.pins import PinMoved, PinState
 from .._extensions.prefetch import Demotion, Prefetch
 from .._extensions.status import SlowStep, SlowWait
 from .._extensions.transfers import CacheTransferMoved, CacheTransferState, Fetch
+from .._extensions.weights import WeightsChanged
 from .._host_cache.events import LoadsPaused, LoadsResumed
 from .._kernel.events import (
     CacheTurnedOff,
@@ -278,6 +279,7 @@ WRITERS: dict[type[Event], Callable[[Any, Any], None]] = {
     HintEnded: lambda log, event: log.debug(
         "hint_ended", hint_id=event.hint_id, category=event.category, outcome=event.end.value
     ),
+    WeightsChanged: lambda log, event: log.info("weights_changed", old=event.old, new=event.new),
     RequestCancelled: lambda log, event: log.info(
         "request_cancelled", request_id=event.request.request_id, reason=event.reason
     ),

@@ -157,6 +157,8 @@ class Kind(enum.Enum):
     EVICTION = "eviction"
     """A tier with learned eviction uses another order."""
     HINT = "hint"
+    WEIGHTS = "weights"
+    """The engine computes with other weights."""
     TIER = "tier"
     """A tier below host memory: opened, or read back."""
     PIN = "pin"
@@ -218,6 +220,7 @@ def _meanings() -> dict[str, Meaning]:
         "remote_opened": Meaning(Kind.TIER, "remote"),
         "fetch_skipped": Meaning(Kind.SKIPPED_FETCH, "skipped"),
         "eviction_switched": Meaning(Kind.EVICTION, "switched"),
+        "weights_changed": Meaning(Kind.WEIGHTS, "changed"),
         "hint_given": Meaning(Kind.HINT, "given"),
         "hint_ended": Meaning(Kind.HINT, "ended"),
         "fetch_declined": Meaning(Kind.DECLINED, "fetch"),

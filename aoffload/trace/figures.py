@@ -149,6 +149,7 @@ class Figures(Listener):
     skipped_fetches: Tally = attrs.field(factory=Tally)
     """Skipped fetches by disabled tier."""
     switches: Tally = attrs.field(factory=Tally)
+    weights: Tally = attrs.field(factory=Tally)
     """Switches by tier and new eviction order."""
     hints: Tally = attrs.field(factory=Tally)
     skipped_stores: Tally = attrs.field(factory=Tally)
@@ -204,6 +205,8 @@ class Figures(Listener):
                 return self.skipped_fetches, event.text("tier"), 1
             case Kind.EVICTION:
                 return self.switches, ruling(event), 1
+            case Kind.WEIGHTS:
+                return self.weights, state, 1
             case Kind.HINT:
                 return self.hints, "given" if state == "given" else event.text("outcome"), 1
             case Kind.SKIPPED_STORE:

@@ -172,9 +172,11 @@ def _others(figures: Figures) -> list[str]:
 
 
 def _eviction(figures: Figures) -> list[str]:
-    """The eviction order of each tier with learned eviction, and hints."""
+    """The eviction order of each tier with learned eviction, the changes of the weights' epoch, and hints."""
     switches = [f"  {words}: began {counted(count, 'time')}" for words, count in figures.switches.highest_first()]
     found = ["eviction that learns", *switches] if switches else []
+    if figures.weights.total:
+        found.append(f"weights' epoch: changed {counted(figures.weights.total, 'time')}")
     if figures.hints.total:
         counts = [(name, count) for name, count in figures.hints.highest_first() if name != "given"]
         ends = ", ".join(f"{count:,} {plain(name)}" for name, count in counts)
