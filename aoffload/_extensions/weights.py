@@ -50,8 +50,8 @@ MAX_ROOTS = 1024
 class WeightsChanged(Event):
     """Another weights' epoch was set."""
 
-    old: str
-    new: str
+    previous: str
+    epoch: str
 
 
 class Weights(LedgerExtension):

@@ -279,7 +279,7 @@ WRITERS: dict[type[Event], Callable[[Any, Any], None]] = {
     HintEnded: lambda log, event: log.debug(
         "hint_ended", hint_id=event.hint_id, category=event.category, outcome=event.end.value
     ),
-    WeightsChanged: lambda log, event: log.info("weights_changed", old=event.old, new=event.new),
+    WeightsChanged: lambda log, event: log.info("weights_changed", old=event.previous, new=event.epoch),
     RequestCancelled: lambda log, event: log.info(
         "request_cancelled", request_id=event.request.request_id, reason=event.reason
     ),
