@@ -21,8 +21,8 @@ What becomes of the requests at a change:
     preempted           it computes again from its first token when it is resumed
 
 The last three publish and store nothing any more (`NoEpoch.ORPHANED`), even if their epoch returns, because no record
-says which of their later KV is of which weights. "Has begun" is for the ledger to say (`CacheBase.has_begun`). In a
-`HostCache` every matched request may have begun.
+says which of their later KV is of which weights. `CacheBase.has_begun` says which requests have begun. A `HostCache`
+does not see whether a PINNED request computes, so it counts as begun until its engine calls `match_again`.
 
 Pins end, because they keep KV that no request finds. Prefetches, demotions, fetches and stores under way go on under
 their old roots: all KV that they copy was published before the change. Hints stay with the prompts of their epoch.
@@ -38,6 +38,7 @@ from .._common.prefix import Prefix, Root, check_epoch
 from .._kernel.base import CacheBase
 from .._kernel.events import Event
 from .._kernel.extension import LedgerExtension
+from .._kernel.records import LedgerRequest
 from .._kernel.states import NoEpoch
 from .._kernel.tokens import TokenSequence
 from .pins import Pins, PinState
@@ -98,6 +99,12 @@ class Weights(LedgerExtension):
             call()
         ledger.moves.note(WeightsChanged(old, new))
         ledger.end_call()
+
+    def begin_again(self, request: LedgerRequest) -> None:
+        """Make `request`, which was matched before a change and has not begun, a request of the present epoch. The
+        caller matches it again."""
+        request.sequence = request.sequence.under(self.root_of(request.sequence.root))
+        request.epoch = self._ledger.cache.epoch
 
     def is_findable(self, root: Root) -> bool:
         """Whether requests of the present epoch may find KV under `root`. The keys of a root that was read from a disk

@@ -199,7 +199,8 @@ class HostCache(AnyLedger):
     def match_again(
         self, request: HostCacheRequest, *, num_device_tokens: int, wake: Callable[[], object] = do_nothing
     ) -> PrefixMatch:
-        """Match again, before the load. The pins move if `num_device_tokens` has changed.
+        """Match again, before the load. The pins move if `num_device_tokens` has changed. The call says that the
+        request has computed nothing: after a change of the weights' epoch, it is a request of the new epoch.
 
         `PENDING`: another request is loading the next block into the engine's blocks. Meanwhile this request has no
         pins. `wake` is called when that load falls short, or when the other request has offered or is over. After
@@ -209,6 +210,8 @@ class HostCache(AnyLedger):
         self._check_device_tokens(num_device_tokens, request.sequence.num_tokens)
         if wake is not do_nothing:
             check_callable("wake", wake)
+        if request.epoch is NoEpoch.ORPHANED:  # only a change of the weights' epoch orphans requests of a `HostCache`
+            self.weights.begin_again(request)
         self.matches.match(request, num_device_tokens, wake)
         self.end_call()
         return request.match

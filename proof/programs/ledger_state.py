@@ -115,7 +115,7 @@ class LedgerState:
         return ledger
 
     def epoch_of(self, root: Root) -> str:
-        """The weights' epoch of KV under `root`. The keys of a root that was read from a disk are unknown, so the digest
+        """The weights' epoch of KV under `root`. The keys of a root that was read from a disk are unknown: the digest
         is compared with those of all roots of the program."""
         if root.weights_epoch is not None:
             return root.weights_epoch
