@@ -6,11 +6,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import attrs
 import pytest
 from engine_doubles import TEXT, Request
 from small_engine import SmallEngine, counted, to_rest
 from vllm_doubles import AoffloadConnector
 
+from aoffload._vllm.messages import Commands
 from aoffload.errors import ConfigError
 
 HITS = 7
@@ -104,10 +106,20 @@ def test_hits_of_vllms_own_cache_are_not_stored_while_old_requests_run(engines: 
 def test_a_load_under_way_at_the_change_is_lost(warm: Callable[..., SmallEngine]) -> None:
     """The request computes from its first token, with the new weights."""
     engine = warm(num_blocks=40)
+    held: list[Commands] = []
+
+    def hold(commands: Commands) -> Commands:
+        held.append(commands)
+        return attrs.evolve(commands, loads=())
+
+    engine.alter = hold
     engine.submit(Request("again", TEXT))
     engine.step()
-    assert list(engine.loading) == ["again"]
+    assert list(engine.loading) == ["again"] and held[0].loads
     engine.update_weights(1, "a")
+    engine.alter = lambda commands: attrs.evolve(commands, loads=(*held.pop().loads, *commands.loads) if held else ())
+    engine.step()
+    engine.alter = lambda commands: commands
     engine.run()
     assert engine.wrong == [] and num_loaded(engine, "of a") == HITS
 
