@@ -111,7 +111,7 @@ FAMILIES = (
         "aoffload_hints_ended_total", _COUNTER, {"outcome": tuple(end.value for end in HintEnd)},
         "Hints that are over.", _LEARNED,
     ),
-    Family("aoffload_weights_changes_total", _COUNTER, {}, "Times that another weights' epoch was set."),
+    Family("aoffload_weights_switches_total", _COUNTER, {}, "Times that another weights' epoch was set."),
     Family("aoffload_pins", _GAUGE, {}, "Prompts that somebody keeps cached by a pin."),
     Family(
         "aoffload_jobs", _GAUGE, {"state": ("queued", "launched", "quarantined")},
