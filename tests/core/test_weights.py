@@ -14,6 +14,7 @@ from aoffload import ConfigError, InvalidArgument, OffloadConfig, RequestState, 
 from aoffload._common.prefix import Prefix, Root
 from aoffload._config.groups import FullAttention, KVCacheGroup, SlidingWindow
 from aoffload._kernel.records import LedgerRequest
+from aoffload._observe.kv_events.changes import Changes, Cleared
 from aoffload._tiers.disk.plans import RestoredRun
 from aoffload.ledger import Event, PinState, WeightsChanged, cells_of
 
@@ -387,3 +388,38 @@ def test_deferred_blocks_of_another_epoch_are_given_up() -> None:
     assert not driven.ledger.offer_deferred() and not driven.ledger.deferred_requests
     driven.ledger.weights.set("")
     assert driven.ledger.lookup(Prefix.of(Root("test"), A)).num_host_tokens <= 4
+
+
+# -- KV events -------------------------------------------------------------------------------------------------------
+
+
+def test_routers_hear_of_what_can_be_found() -> None:
+    """At a change, they hear that the cache was cleared, and then what the new epoch finds. They hear nothing of KV of
+    other epochs, also when it is evicted or when a store of it lands."""
+    driven = Driven(24, 24)
+    changes = Changes(driven.ledger, 1000, lambda: None)
+    changes.begin()
+    record = driven.running(A)
+    stores = driven.launch(driven.commit(record))
+
+    def told() -> list[str]:
+        return [
+            "cleared" if isinstance(one, Cleared) else f"{one.kind.value} {one.root.weights_epoch}"
+            for one in changes.take(1000)
+        ]
+
+    assert set(told()) == {"cleared", "stored "}
+    driven.ledger.weights.set("a")
+    assert told() == ["cleared"]
+    for plan in stores:
+        driven.end(plan)
+    driven.release(record)
+    driven.evict_device()
+    assert told() == []
+    driven.serve(A)
+    assert set(told()) == {"stored a"}
+    driven.ledger.weights.set("")
+    assert told() == ["cleared", "stored "], "what the host has"
+    changes.end()
+    driven.ledger.weights.set("a")
+    assert told() == ["cleared"], "the end"
