@@ -215,6 +215,7 @@ class Stage:
         """Register a request that was entered."""
         ask = _ask_of(args)
         engine = self.engine
+        assert request._record is not None
         engine.know(request._record.sequence.root)
         chain = engine.chain((ask.salt, ask.adapter), ask.tokens, ask.key_spans)
         served = self.SERVED(engine, request, ask, list(ask.tokens), chain, engine.num_resets)
