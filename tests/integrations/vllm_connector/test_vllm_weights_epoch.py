@@ -94,10 +94,10 @@ def test_hits_of_vllms_own_cache_are_not_stored_while_old_requests_run(engines: 
     for _ in range(4):
         engine.step()
     engine.submit(Request("hits", [*range(100, 120), 1, 2, 3, 4, 5]))
-    before = counted(engine, "copied_blocks|store|host")
+    before = half.ledger.jobs.last_id
     for _ in range(4):
         engine.step()
-    assert counted(engine, "copied_blocks|store|host") == before, "what `clean` has stored is all"
+    assert half.ledger.jobs.last_id == before > 0, "what `clean` has stored is all"
     engine.run()
     assert half._mixed == set()
     engine.wrong.clear()
