@@ -49,7 +49,7 @@ def odd_arguments() -> Iterator[tuple[str, str]]:
 
 FOR_EXTENSIONS = {
     "add_once", "end_call", "enrol", "find", "has_begun", "hold", "invalidated", "match_all_again", "new_name", "own",
-    "plans_of", "possible_publishers", "rematch", "report_errors", "sequence_of", "waits_for",
+    "pending_wakes", "plans_of", "possible_publishers", "rematch", "report_errors", "sequence_of", "waits_for",
 }  # fmt: skip
 """Calls of a ledger that its extensions make."""
 FOR_HANDLES = {

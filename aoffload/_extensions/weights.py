@@ -98,7 +98,7 @@ class Weights(LedgerExtension):
         for call in self.when_changed:
             call()
         ledger.moves.note(WeightsChanged(old, new))
-        ledger.end_call()
+        ledger.end_call(ledger.pending_wakes())  # a load of another epoch is not worth the wait
 
     def begin_again(self, request: LedgerRequest) -> None:
         """Make `request`, which was matched before a change and has not begun, a request of the present epoch. The

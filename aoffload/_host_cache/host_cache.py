@@ -140,6 +140,9 @@ class HostCache(AnyLedger):
         first, with the tokens that the engine's cache has then."""
         return request.state is not State.MATCHED
 
+    def pending_wakes(self) -> list[Callable[[], object]]:
+        return self.arrivals.pending_wakes()
+
     def waits_for(self, request: LedgerRequest) -> LedgerRequest | None:
         return self.arrivals.waits_for(request) if isinstance(request, HostCacheRequest) else None
 

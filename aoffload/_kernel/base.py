@@ -257,6 +257,10 @@ class CacheBase:
         it begins with its next match, which is still to come or may be repeated."""
         raise NotImplementedError
 
+    def pending_wakes(self) -> list[Callable[[], object]]:
+        """The callbacks of requests whose last answer was `PENDING`. Only a `HostCache` gives that answer."""
+        return []
+
     def sequence_of(self, prefix: Prefix) -> TokenSequence:
         """The tokens of `prefix`, in units of the layout. Refuses a call from inside a hook."""
         if self.hooks.calling:
