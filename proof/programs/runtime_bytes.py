@@ -245,11 +245,11 @@ class ProgramEngine(SimulatedEngine):
                 raise Violation("wrong bytes", f"{where} can be found, and {cell[1]} has taken back token {cell[2]}")
 
     def _check_weights(self, held: object, epoch: str | None, where: str) -> None:
-        """The weights of the epoch under whose root the block can be found have computed all of it."""
-        version = self.versions[-1][0], epoch
+        """The weights of the epoch under whose root the block can be found have computed all of it. A process that is
+        killed during a reset may leave blocks from before the reset on the disk, so resets do not count here."""
         for cell in held.cells if epoch is not None and isinstance(held, Written) else ():
-            if cell is not None and self.versions[cell[1].weights] != version:
-                raise Violation("old weights", f"{where} can be found under {version}, and {cell[1]} is of others")
+            if cell is not None and self.versions[cell[1].weights][1] != epoch:
+                raise Violation("old weights", f"{where} can be found under {epoch!r}, and {cell[1]} is of others")
 
     def blocks_of(self, tables: Tables, start: int) -> list[tuple[int, int]]:
         """Every block in `tables` from token `start` on, with its current generation."""
