@@ -23,6 +23,7 @@ from ._extensions.prefetch import Demotion, Prefetch
 from ._extensions.status import Holder, RequestStatus, SlowStep, SlowWait, WaitsFor
 from ._extensions.store_policies import StorePolicy
 from ._extensions.transfers import CacheTransfer, CacheTransferMoved, CacheTransferState, Fetch
+from ._extensions.weights import WeightsChanged
 from ._kernel.events import (
     CacheTurnedOff,
     CompletionDelivered,
@@ -155,6 +156,7 @@ __all__ = [
     "WaitedForBlocks",
     "Waiter",
     "WaitsFor",
+    "WeightsChanged",
     "WorkerFailed",
     "cells_of",
     "is_compiled",

@@ -48,15 +48,17 @@ def odd_arguments() -> Iterator[tuple[str, str]]:
 
 
 FOR_EXTENSIONS = {
-    "add_once", "end_call", "enrol", "find", "hold", "invalidated", "new_name", "own", "plans_of", "rematch",
-    "report_errors", "sequence_of", "waits_for",
+    "add_once", "end_call", "enrol", "find", "has_begun", "hold", "invalidated", "match_all_again", "new_name", "own",
+    "pending_wakes", "plans_of", "possible_publishers", "rematch", "report_errors", "sequence_of", "waits_for",
 }  # fmt: skip
 """Calls of a ledger that its extensions make."""
 FOR_HANDLES = {
     "invalidation": {"forget", "has_read", "keep", "remember"},
+    "pins": {"end_all"},
     "preemption": {"may_preempt"},
     "reports": {"fetching", "oldest_by_state", "oldest_step_s", "oldest_wait_s", "step", "wait_for_room"},
     "transfers": {"begin", "hit_of", "new_request", "over", "wait_for_jobs"},
+    "weights": {"begin_again", "is_findable", "root_of"},
 }
 """Calls of handles that other modules of the package make."""
 
@@ -98,7 +100,7 @@ def usual(name: str, ledger: Ledger, record: Any) -> Any:
     values = {
         "request": record, "prefix": Prefix.of(ROOT, TOKENS), "requests": [record], "num_tokens": 44, "job_id": 0,
         "num_computed_tokens": 40, "from_token": 8, "expires_at": 3.0, "now": 2.0, "arriving": [],
-        "max_blocks": 9, "is_wanted": bool, "num_remote_tokens": 0, "watcher": None,
+        "epoch": "step-7", "max_blocks": 9, "is_wanted": bool, "num_remote_tokens": 0, "watcher": None,
         "waiter": record.waiter, "completion": Completion(0, Outcome.LANDED, 1), "plans": [], "pin": None,
         "transfer": None, "run": None, "readers": (), "wakes": (), "commits": [(record, 40, ())],
     }  # fmt: skip

@@ -40,6 +40,7 @@ from .mutants_transfers import TRANSFER_MUTANTS
 from .mutants_vllm import VLLM_MUTANTS
 from .mutants_vllm_regressions import VLLM_REGRESSION_MUTANTS
 from .mutants_wait_queue import WAIT_QUEUE_MUTANTS
+from .mutants_weights import WEIGHTS_MUTANTS
 from .mutants_windows import WINDOW_MUTANTS
 from .planting import Mutant
 
@@ -53,5 +54,5 @@ MUTANTS: tuple[Mutant, ...] = (
     + DEVICE_LOSS_MUTANTS + POLICY_MUTANTS
     + REMOTE_CORE_MUTANTS + REMOTE_SHELL_MUTANTS + REMOTE_STORE_MUTANTS + EXTENSION_MUTANTS + TIER_REPORT_MUTANTS
     + SHELL_MUTANTS + DIAGNOSIS_MUTANTS + SUBMISSION_MUTANTS + TRANSFER_MUTANTS + VLLM_MUTANTS + WINDOW_MUTANTS
-    + LAYOUT_MUTANTS + DRAFT_MUTANTS
+    + LAYOUT_MUTANTS + DRAFT_MUTANTS + WEIGHTS_MUTANTS
 )  # fmt: skip

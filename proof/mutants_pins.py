@@ -99,7 +99,7 @@ PIN_MUTANTS = (
     Mutant(
         "reset leaves pins",
         KEEPING,
-        "            self._end_all(PinState.DROPPED)\n",
+        "            self.end_all(PinState.DROPPED)\n",
         "            pass\n",
         "a reset leaves nothing pinned that nobody reads",
         scenarios=("kept_windows",),

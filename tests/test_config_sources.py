@@ -21,6 +21,7 @@ OTHERS: dict[str, Any] = {
     "num_host_blocks": 77,
     "host_bytes": "3GiB",
     "namespace": "llama-3.1-8b@bf16",
+    "weights_epoch": "step-7",
     "store_policy": "lazy",
     "window_interval_tokens": 512,
     "eviction": "lru",

@@ -246,6 +246,7 @@ WRITTEN_BY_FEATURES = {
     "_extensions.prefetch": "hit_limit num_units tables",
     "_extensions.transfers": "load",
     "_extensions.watermark": "offered_stop",
+    "_extensions.weights": "epoch sequence",
     "_host_cache.host_cache": (
         "computing epoch has_committed hit_limit hit_stop load num_computed_tokens num_lost_tokens published "
         "ready_stop reason sequence wake"

@@ -2,10 +2,12 @@
 
 Two prompts share a block only if everything that the KV of the block depends on is equal: the model and its settings
 (the namespace), the tenant (`cache_salt`), the adapter (`adapter_key`), all token ids up to the end of the block, and
-the content that placeholder tokens stand for (`key_spans`). The encoding is canonical: equal identities have equal
-bytes, and different identities have different bytes:
+the content that placeholder tokens stand for (`key_spans`). If an administrator has set a weights' epoch, the epoch
+is part of the root as well. The encoding is canonical: equal identities have equal bytes, and different identities have
+different bytes:
 
     root      each key with its type and its length, so that no two pairs of keys run together to the same bytes
+    epoch     another mark, the digest of the root without an epoch, the name of the epoch
     tokens    little-endian int32, 4 bytes an id
     spans     a mark that no token id encodes to, the two positions, the length of the digest, the digest
 
@@ -27,7 +29,7 @@ from typing import Any, Protocol, TypeAlias, TypedDict
 import attrs
 import numpy as np
 
-from .._common.arguments import as_tuple, check_type, shown
+from .._common.arguments import as_tuple, check_text, check_type, shown
 from ..errors import InvalidArgument
 
 
@@ -92,6 +94,10 @@ class Root:
     namespace: str = attrs.field(eq=False)
     cache_salt: str | bytes | None = attrs.field(default=None, eq=False)
     adapter_key: str | bytes | None = attrs.field(default=None, eq=False)
+    weights_epoch: str | None = attrs.field(default="", init=False, eq=False, repr=False)
+    """The weights' epoch of the KV; empty: none was set. Only `under_weights` sets it. None: unknown (`of_digest`)."""
+    base: Root | None = attrs.field(default=None, init=False, eq=False, repr=False)
+    """The root of the same keys without an epoch; None: it is this one."""
     digest: bytes = attrs.field(init=False, repr=False)
     """SHA-256 of the encoded keys. It replaces the keys in places where they must not be written, such as a file."""
     hasher: Hasher = attrs.field(init=False, eq=False, repr=False)
@@ -104,7 +110,20 @@ class Root:
     def of_digest(cls, digest: bytes) -> Root:
         """The root with this digest, whose keys are unknown: they are empty here."""
         found = cls("")
+        object.__setattr__(found, "weights_epoch", None)
         found._stand_for(digest)
+        return found
+
+    def under_weights(self, epoch: str) -> Root:
+        """The root of the same keys for KV of the weights' epoch `epoch`. Empty: the root before any epoch was set,
+        whose digest a disk or a remote store may already have."""
+        base = self.base or self
+        if not epoch:
+            return base
+        found = Root(base.namespace, base.cache_salt, base.adapter_key)
+        object.__setattr__(found, "weights_epoch", epoch)
+        object.__setattr__(found, "base", base)
+        found._stand_for(hashlib.sha256(b"aoffload weights 1" + base.digest + _utf8("epoch", epoch)).digest())
         return found
 
     def _stand_for(self, digest: bytes) -> None:
@@ -162,6 +181,20 @@ class Roots:
 def plain(key: str | bytes) -> str | bytes:
     """`key` as a plain str or bytes: a subclass may override its methods, and raise in another request's call."""
     return str.__str__(key) if isinstance(key, str) else bytes.join(b"", (key,))
+
+
+MAX_EPOCH = 256
+"""Maximum characters of a weights' epoch."""
+
+
+def check_epoch(name: str, value: object) -> str:
+    """`value` as plain text. `InvalidArgument` naming the argument `name` unless it can be a weights' epoch: text of at
+    most `MAX_EPOCH` characters."""
+    epoch = check_text(name, value)
+    if len(epoch) > MAX_EPOCH:
+        raise InvalidArgument(name, f"has {len(epoch):,} characters, more than {MAX_EPOCH}")
+    _utf8(name, epoch)
+    return epoch
 
 
 def _utf8(name: str, value: str) -> bytes:

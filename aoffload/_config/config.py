@@ -11,7 +11,8 @@ from typing import Any, Protocol, Self
 import attrs
 
 from .._common.arguments import as_tuple, check_has, check_int, number_of, shown
-from ..errors import ConfigError
+from .._common.prefix import check_epoch
+from ..errors import ConfigError, InvalidArgument
 from .groups import shortest_hit
 from .sources import read_environment, read_file
 from .tiers import DiskTier, RemoteTier, check_eviction, parse_bytes
@@ -79,6 +80,13 @@ def _text(_: object, attribute: Any, value: object) -> None:
         raise ConfigError(attribute.name, "is not valid text (a lone surrogate)") from error
 
 
+def _weights_epoch(_: object, attribute: Any, value: object) -> None:
+    try:
+        check_epoch(attribute.name, value)
+    except InvalidArgument as error:
+        raise ConfigError(error.argument, error.problem) from None
+
+
 def _name_or_object(*names: str) -> Any:
     def check(_: object, attribute: Any, value: object) -> None:
         if isinstance(value, str) and value not in names:
@@ -131,6 +139,9 @@ class OffloadConfig:
     host_bytes: int | str | None = None
     namespace: str = attrs.field(default="", validator=_text)
     """Identifies model, revision and dtype: a prompt never hits blocks of another namespace."""
+    weights_epoch: str = attrs.field(default="", validator=_weights_epoch)
+    """The first weights' epoch: the name of the weights with which the engine computes, such as a checkpoint or a step.
+    `weights.set` sets another one. A prompt hits only KV of the present epoch. Empty: none."""
     store_policy: Any = attrs.field(default="eager", validator=_store_policy)
     window_interval_tokens: int = attrs.field(default=0, validator=_count(0))
     """Windows are stored at the end of a prompt and where prompts part. A number of tokens, rounded up to whole blocks:

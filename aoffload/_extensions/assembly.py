@@ -8,6 +8,7 @@ Handle | verbs | present
 `pins` | `hold`, `release`, `drop` | always
 `transfers` | `prefetch`, `demote`, `cancel` | always; a `HostCache` only cancels
 `forks`, `preemption`, `invalidation`, `overlap` | | always; not in a `HostCache`
+`weights` | `set` | always
 `reports` | `requests`, `holders` | always
 `write_back` | `plan` | if `store_policy` has a watermark; not in a `HostCache`
 `eviction` | `returns`, `done` | if `eviction` is learned
@@ -64,6 +65,7 @@ from .store_policies import (
     store_policy_for,
 )
 from .transfers import CacheTransfers
+from .weights import Weights
 
 Handle = TypeVar("Handle", bound=LedgerExtension)
 
@@ -90,6 +92,8 @@ def built_in(
         found.append(Eviction(choice))
     if counts is not None:
         found += [counts, Fetches()]
+    if config.weights_epoch:
+        found.append(Weights())
     return policy, found
 
 
@@ -116,6 +120,10 @@ class LedgerStatistics:
     """The tiers that use the learned eviction order now, instead of LRU."""
     eviction: EvictionStatistics | None
     """None unless eviction is learned."""
+    weights_epoch: str
+    """The weights' epoch; empty if none is set."""
+    num_weights_changes: int
+    """Times that another weights' epoch was set."""
 
 
 class AnyLedger(CacheBase):
@@ -138,6 +146,11 @@ class AnyLedger(CacheBase):
     def transfers(self) -> CacheTransfers:
         """Cancel fetches; in a `Ledger`, prefetch and demote prompts."""
         return self.add_once(CacheTransfers, CacheTransfers)
+
+    @property
+    def weights(self) -> Weights:
+        """Change the weights' epoch."""
+        return self.add_once(Weights, Weights)
 
     @property
     def reports(self) -> Reports:
@@ -188,6 +201,7 @@ class AnyLedger(CacheBase):
         """The counts of blocks, requests and jobs."""
         tiers = {tier.tier: tier.statistics() for tier in self.jobs.tiers.values()}
         pins, remote, eviction = self.find(Pins), self.find(RemoteExtension), self.find(Eviction)
+        weights = self.find(Weights)
         learned = None if eviction is None else eviction.statistics()
         return LedgerStatistics(
             tiers[Tier.DEVICE], tiers[Tier.HOST], len(self.live_requests), self.num_waiting,
@@ -195,6 +209,7 @@ class AnyLedger(CacheBase):
             0 if pins is None else len(pins.held), self.loads_paused, tiers.get(Tier.DISK), tiers.get(Tier.CUSTOM),
             None if remote is None else remote.counts, () if learned is None else learned.learned,
             learned,
+            *(("", 0) if weights is None else (weights.epoch, weights.num_changes)),
         )  # fmt: skip
 
     def explain(self) -> str:
@@ -205,7 +220,8 @@ class AnyLedger(CacheBase):
             live += f", {moving:,} cell{'' if moving == 1 else 's'} on the way"
         lower = [("host", found.host), ("disk", found.disk), ("custom", found.custom)]
         below = [tier.counted(name) for name, tier in lower if tier is not None and tier.num_blocks]
-        about = "\n".join((self._about(found, live), *below, *self._evicts(found)))
+        epoch = [f"weights' epoch: {plain(found.weights_epoch)}"] if found.weights_epoch else []
+        about = "\n".join((self._about(found, live), *below, *self._evicts(found), *epoch))
         return explained(about, self.reports.requests(), self.reports.holders())
 
     def _about(self, found: LedgerStatistics, live: str) -> str:

@@ -142,7 +142,7 @@ class Pins(LedgerExtension):
     def drop(self) -> None:
         """End every pin: DROPPED."""
         self._ledger.hooks.refuse_verb()
-        self._end_all(PinState.DROPPED)
+        self.end_all(PinState.DROPPED)
         self._ledger.end_call()
 
     # -- pins that end by themselves ------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Pins(LedgerExtension):
 
     def on_resetting(self, tier: Tier | None) -> None:
         if tier is None or tier in HIT_TIERS:  # pins have no leases in other tiers
-            self._end_all(PinState.DROPPED)
+            self.end_all(PinState.DROPPED)
 
     def ask_blocks(self) -> bool:
         """End the pin with the earliest deadline among those on device blocks that only pins protect. Returns whether
@@ -205,7 +205,8 @@ class Pins(LedgerExtension):
         self.held.remove(pin)
         self._let_go(pin)
 
-    def _end_all(self, state: PinState) -> None:
+    def end_all(self, state: PinState) -> None:
+        """End every held pin. No verb: a verb of the ledger calls it."""
         for pin in tuple(self.held):
             self._end(pin, state)
 

@@ -124,8 +124,21 @@ class HostCache(AnyLedger):
     def rematch(self, request: LedgerRequest) -> None:
         self.matches.match_again(self.own(request))
 
-    def _match_again(self, requests: Iterable[LedgerRequest]) -> None:
-        self.matches.forget([request for request in requests if isinstance(request, HostCacheRequest)])
+    def match_all_again(self) -> None:
+        self.matches.forget(tuple(self.live_requests.values()))
+
+    def possible_publishers(self) -> Iterable[LedgerRequest]:
+        """Includes requests that are over, but have deferred blocks, which the engine may find until they are
+        stored."""
+        return (*self.live_requests.values(), *[old.request for old in self.offers.deferred.values()])
+
+    def has_begun(self, request: LedgerRequest) -> bool:
+        """A PINNED request may have computed: its next call may be its first offer. A MATCHED one has to match again
+        first, with the tokens that the engine's cache has then."""
+        return request.state is not State.MATCHED
+
+    def pending_wakes(self) -> list[Callable[[], object]]:
+        return self.arrivals.pending_wakes()
 
     def waits_for(self, request: LedgerRequest) -> LedgerRequest | None:
         return self.arrivals.waits_for(request) if isinstance(request, HostCacheRequest) else None
@@ -186,7 +199,8 @@ class HostCache(AnyLedger):
     def match_again(
         self, request: HostCacheRequest, *, num_device_tokens: int, wake: Callable[[], object] = do_nothing
     ) -> PrefixMatch:
-        """Match again, before the load. The pins move if `num_device_tokens` has changed.
+        """Match again, before the load. The pins move if `num_device_tokens` has changed. The call says that the
+        request has computed nothing: after a change of the weights' epoch, it is a request of the new epoch.
 
         `PENDING`: another request is loading the next block into the engine's blocks. Meanwhile this request has no
         pins. `wake` is called when that load falls short, or when the other request has offered or is over. After
@@ -196,6 +210,8 @@ class HostCache(AnyLedger):
         self._check_device_tokens(num_device_tokens, request.sequence.num_tokens)
         if wake is not do_nothing:
             check_callable("wake", wake)
+        if request.epoch is NoEpoch.ORPHANED:  # only a change of the weights' epoch orphans requests of a `HostCache`
+            self.weights.begin_again(request)
         self.matches.match(request, num_device_tokens, wake)
         self.end_call()
         return request.match

@@ -181,6 +181,10 @@ class Arrivals:
         before = self._questions.get(request)
         self._questions[request] = _Question(self.clock() if before is None else before.since, wake, bringer)
 
+    def pending_wakes(self) -> list[Callable[[], object]]:
+        """The callbacks of all requests that got the answer PENDING."""
+        return [question.wake for question in self._questions.values()]
+
     def answered(self, request: HostCacheRequest) -> None:
         self._questions.pop(request, None)
 

@@ -109,6 +109,9 @@ class CacheBase:
         self.closing: set[LedgerRequest] = set()
         """Requests that are over while a step still holds their blocks."""
         self.num_admitted = 0
+        self.new_sequence: Callable[[Prefix, int], TokenSequence] = TokenSequence
+        """Makes the token sequence of each prefix that a caller passes. An extension may replace it, to put KV under
+        other roots."""
         self.moves = moves = Moves(observer, clock)
         added = (*built_in, *own)
         sizes: dict[Tier, int] = {
@@ -238,18 +241,31 @@ class CacheBase:
         """Match `request`, which is PINNED, again."""
         raise NotImplementedError
 
-    def _match_again(self, requests: Iterable[LedgerRequest]) -> None:
-        """Match again those of `requests` whose match has lost blocks."""
+    def match_all_again(self) -> None:
+        """Match again the live requests whose match has lost blocks."""
         raise NotImplementedError
 
     def _units_per_job(self, num_blocks: int) -> Sequence[int]:
         return [max(1, num_blocks // max(1, component.width)) for component in self.layout.components]
 
+    def possible_publishers(self) -> Iterable[LedgerRequest]:
+        """The requests that may still publish or store KV. Some of them may be over."""
+        raise NotImplementedError
+
+    def has_begun(self, request: LedgerRequest) -> bool:
+        """Whether `request` may have computed KV, or may have tokens that were sampled from KV that it has read. False:
+        it begins with its next match, which is still to come or may be repeated."""
+        raise NotImplementedError
+
+    def pending_wakes(self) -> list[Callable[[], object]]:
+        """The callbacks of requests whose last answer was `PENDING`. Only a `HostCache` gives that answer."""
+        return []
+
     def sequence_of(self, prefix: Prefix) -> TokenSequence:
         """The tokens of `prefix`, in units of the layout. Refuses a call from inside a hook."""
         if self.hooks.calling:
             self.hooks.refuse_verb()
-        return TokenSequence(check_type("prefix", prefix, Prefix), self.layout.unit_tokens)
+        return self.new_sequence(check_type("prefix", prefix, Prefix), self.layout.unit_tokens)
 
     # -- admission ------------------------------------------------------------------------------------------------
 
@@ -260,7 +276,7 @@ class CacheBase:
         if self.hooks.calling:
             self.hooks.refuse_verb()
         unit = self.layout.unit_tokens
-        sequence = TokenSequence(check_type("prefix", prefix, Prefix), unit)
+        sequence = self.new_sequence(check_type("prefix", prefix, Prefix), unit)
         reads_cache, max_hit_tokens = options.get("reads_cache", True), options.get("max_hit_tokens")
         store, max_store_tokens = options.get("store", StoreScope.ALL), options.get("max_store_tokens")
         hit_alignment = options.get("hit_alignment", 1)
@@ -422,7 +438,7 @@ class CacheBase:
         for hook in self.hooks.on_reset:
             hook(tier)
         if tier is None or tier in HIT_TIERS:  # matches have no leases in other tiers
-            self._match_again(self.live_requests.values())
+            self.match_all_again()
         if tier is Tier.DEVICE:
             for request in (*self.live_requests.values(), *self.closing):
                 if request.num_units and request.epoch == self.cache.epoch:

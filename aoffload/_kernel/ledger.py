@@ -98,8 +98,14 @@ class CoreLedger(CacheBase):
     def rematch(self, request: LedgerRequest) -> None:
         self.request_leases.match_again(request)
 
-    def _match_again(self, requests: Iterable[LedgerRequest]) -> None:
-        self.admission.match_again(requests)
+    def match_all_again(self) -> None:
+        self.admission.match_again(self.live_requests.values())
+
+    def possible_publishers(self) -> Iterable[LedgerRequest]:
+        return (*self.live_requests.values(), *self.closing)
+
+    def has_begun(self, request: LedgerRequest) -> bool:
+        return not request.may_match_again or request.has_committed or request.has_parent
 
     def _others_hold_blocks(self) -> bool:
         if self.jobs.unsettled or self.closing:

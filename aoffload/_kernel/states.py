@@ -90,7 +90,8 @@ class NoEpoch(enum.Enum):
     INVALIDATED = "invalidated"
     """The request may have read wrong KV, or the blocks of the job are wrong or were withdrawn."""
     ORPHANED = "orphaned"
-    """A reset of the device tier has made the blocks of the request unfindable. Only requests have this value."""
+    """A reset of the device tier has made the blocks of the request unfindable, or the weights have changed since it
+    began. Only requests have this value."""
 
 
 _R = RequestState

@@ -77,8 +77,13 @@ class TokenSequence:
 
     def copy(self) -> TokenSequence:
         """A copy that can continue with other tokens."""
-        twin = TokenSequence(Prefix(self.root, self._prompt, self.spans), self._unit_tokens)
+        twin = self.under(self.root)
         twin._hashed = self._hashed
+        return twin
+
+    def under(self, root: Root) -> TokenSequence:
+        """The same tokens under `root`."""
+        twin = TokenSequence(Prefix(root, self._prompt, self.spans), self._unit_tokens)
         twin.append(bytes(self._added))
         return twin
 

@@ -26,6 +26,7 @@ from .._extensions.pins import PinMoved, PinState
 from .._extensions.prefetch import Demotion, Prefetch
 from .._extensions.status import SlowStep, SlowWait
 from .._extensions.transfers import CacheTransferMoved, CacheTransferState, Fetch
+from .._extensions.weights import WeightsChanged
 from .._host_cache.events import LoadsPaused, LoadsResumed
 from .._kernel.events import (
     CacheTurnedOff,
@@ -272,6 +273,7 @@ WRITERS: dict[type[Event], Callable[[Any, Any], None]] = {
     StepEnded: lambda log, event: log.debug("step_ended", step_id=event.step.step_id, over=list(event.over)),
     ExtensionRefused: _extension_refused,
     EvictionSwitched: _eviction_switched,
+    WeightsChanged: lambda log, event: log.info("weights_changed", old=event.previous, new=event.epoch),
     RequestCancelled: lambda log, event: log.info(
         "request_cancelled", request_id=event.request.request_id, reason=event.reason
     ),

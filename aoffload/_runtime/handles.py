@@ -6,6 +6,7 @@ Handle | verbs | present
 `transfers` | `prefetch`, `demote` | always; not in a `HostCacheRuntime`
 `fetches` | `fetch` | if there is a tier below the host
 `disk` | `wait_restored` | if `disk` is configured
+`weights` | `set` | always
 `reports` | `requests`, `holders` | always
 
 Reading the handle of a feature that is off raises the `ConfigError` of the ledger's handle. A handle is made when it is
@@ -321,6 +322,30 @@ class RuntimeDisk(Handle):
         assert work is not None  # without a disk there is no handle
         await work.is_restored.wait()
         return work.num_restored
+
+
+class RuntimeWeights(Handle):
+    """`runtime.weights`: the weights' epoch, which names the weights with which the engine computes."""
+
+    @property
+    def epoch(self) -> str:
+        """The weights' epoch; empty if none is set."""
+        self._session.check_may_read()
+        found: str = self._session.ledger.weights.epoch
+        return found
+
+    def set(self, epoch: str) -> None:
+        """Set the weights' epoch, of at most 256 characters. Does nothing if it is the present one.
+
+        After this call, no request begins to compute with KV of another epoch. All pins end. A request without device
+        blocks is matched again. A request whose load is not over, because `load`, `resume` or `PendingLoad.wait` has
+        not returned, computes from its first token. A request that computes keeps its blocks and continues. Only a
+        request that has not begun publishes and stores KV afterwards; see docs/howto/weights.md. Nothing is forgotten:
+        if an earlier epoch is set again, its KV is found again, also on the disk and in the remote store.
+
+        Call it between the last forward with the old weights and the first forward with the new ones."""
+        self._session.check_usable()
+        self._session.ledger.weights.set(epoch)
 
 
 class RuntimeReports(Handle):

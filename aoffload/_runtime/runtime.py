@@ -80,7 +80,14 @@ from .._transfer.transport import (
 )
 from ..errors import ConfigError, InvalidArgument, RequestAborted, RuntimeClosed, TransferRefused, WrongThread
 from .costs import MOST_TOKENS, LoadCosts, PrefillSpeed, check_report
-from .handles import RuntimeDisk, RuntimeFetches, RuntimePins, RuntimeReports, RuntimeTransfers
+from .handles import (
+    RuntimeDisk,
+    RuntimeFetches,
+    RuntimePins,
+    RuntimeReports,
+    RuntimeTransfers,
+    RuntimeWeights,
+)
 from .loading import PendingLoad
 from .request import EngineRequest, Request, RequestBase
 from .session import AnyFace, PromptOptions, Session, SessionLife
@@ -477,6 +484,11 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         """Wait for the blocks that an earlier process has left. `ConfigError("disk")` without a disk."""
         _ = self.ledger.disk
         return RuntimeDisk(self._session, self)
+
+    @property
+    def weights(self) -> RuntimeWeights:
+        """Change the weights' epoch."""
+        return RuntimeWeights(self._session, self)
 
     @property
     def reports(self) -> RuntimeReports:

@@ -63,6 +63,13 @@ class EnginePool:
             found.append(cached[0].block_id if cached else 0)
         return found
 
+    def forget_cached(self) -> None:
+        """Empty vLLM's prefix cache. Requests keep the blocks that they use."""
+        if self.is_all_free:
+            self.pool.reset_prefix_cache()
+        else:
+            self.pool.evict_blocks(set(range(len(self.pool.blocks))))
+
     def is_private(self, block_id: int) -> bool:
         """Whether the block has one owner: a request, or a copy that holds the block."""
         return bool(self.pool.blocks[block_id].ref_cnt == 1)

@@ -25,6 +25,7 @@ from .internals import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
     VllmConfig,
+    calling_engine,
     get_kv_transfer_group,
     has_kv_transfer_group,
     untried,
@@ -38,6 +39,7 @@ from .replicas import WorkerReplicas, num_replicas_of
 from .scheduler import SchedulerSide
 from .settings import event_media, given_namespace, offload_config, with_a_step_in_flight, with_windows_as_retained
 from .statistics import OffloadMetrics, OffloadStatistics
+from .weights import WeightVersion
 from .worker import Identity, WorkerSide, invalid_blocks, lost_requests
 from .worker_adapters import LoadedAdapters, watch
 from .worker_weights import ModelWeights
@@ -160,6 +162,9 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             extensions.append(events)
             self._take_events, self._has_events = events.take, lambda: events.is_waiting
         self._deciding.half.bind(kv_cache_manager, extensions)
+        core = calling_engine()
+        if core is not None:
+            self._deciding.half.version = WeightVersion(core, self._config.weights_epoch)
         worker = _worker_of_this_process()
         if self._config.disk is not None and worker is not None:
             worker._at_end = self._deciding.flush

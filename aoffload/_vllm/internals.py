@@ -14,7 +14,7 @@ from __future__ import annotations
 import dis
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
@@ -94,7 +94,7 @@ FIELDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "vllm.v1.core.block_pool": {
         "BlockPool": (
             "blocks", "hash_block_size", "cached_block_hash_to_block", "touch", "free_blocks", "get_cached_block",
-            "get_num_free_blocks",
+            "get_num_free_blocks", "evict_blocks", "reset_prefix_cache",
         ),
     },
     "vllm.v1.core.kv_cache_utils": {"KVCacheBlock": ("block_id", "ref_cnt")},
@@ -189,10 +189,21 @@ def tells_of_sleep() -> bool:
 def calling_worker() -> Any:
     """vLLM's worker that calls the connector, to register KV tensors or before it sleeps. None if no caller is a
     worker."""
-    frame: FrameType | None = sys._getframe(1)
+    return _caller(lambda found: hasattr(type(found), "get_model") and hasattr(found, "model_runner"))
+
+
+def calling_engine() -> Any:
+    """vLLM's engine core, which makes the scheduler and, with it, the connector. It has vLLM's weight version. None if
+    no caller is an engine core, or if this version of vLLM has no weight version."""
+    return _caller(lambda found: hasattr(type(found), "get_weight_version"))
+
+
+def _caller(is_wanted: Callable[[Any], bool]) -> Any:
+    """The nearest object for which `is_wanted` is true and one of whose methods is running in this thread, or None."""
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         found = frame.f_locals.get("self")
-        if hasattr(type(found), "get_model") and hasattr(found, "model_runner"):
+        if is_wanted(found):
             return found
         frame = frame.f_back
     return None

@@ -15,7 +15,7 @@ import attrs
 from aoffload import HostCache, RemoteTier, Tier
 
 from .._tiers.remote.memory import CellMemory, Known
-from .._tiers.remote.rules import cells_of
+from .._tiers.remote.rules import cells_to_hit
 from .._tiers.write_rate import WriteRate
 from ..ledger import CellLabel, Completion, CopyQueue, Outcome, Prefix, TransferPlan
 from .counts import Counts
@@ -141,7 +141,8 @@ class RemoteSide:
     def ask(self, prefix: Prefix, behind: int) -> Asked:
         """Ask for the whole cells of `prefix` that start at its token `behind` or later. The answer comes with a later
         step."""
-        cells = cells_of(prefix, self.ledger.layout.unit_tokens, self.ledger.remote.cell_units)
+        ledger = self.ledger
+        cells = cells_to_hit(ledger.sequence_of(prefix), ledger.layout.unit_tokens, ledger.remote.cell_units)
         asked = Asked(cells[behind // self.cell_tokens :], self.clock() + self.answer_s)
         self._num_asked += 1
         self._questions[self._num_asked] = asked

@@ -39,6 +39,7 @@ from .groups import CachedGroups
 from .lower import Lower
 from .messages import NOTHING, AdapterUse, Commands, FirstForward, LoadReport, Outbox, Reports, TieredOutbox
 from .requests import EngineRequest, Keys, Wait
+from .weights import WeightVersion
 
 
 class SchedulerSide:
@@ -85,6 +86,10 @@ class SchedulerSide:
         self._forwards: list[FirstForward] = []
         """The comparisons of weights that the workers make in this step."""
         self._num_steps = 0
+        self.version: WeightVersion | None = None
+        """None if this vLLM has no weight version."""
+        self._mixed: set[str] = set()
+        """Requests that may have KV of other weights than the present ones in vLLM's blocks."""
 
     def bind(self, kv_cache_manager: Any, extensions: Iterable[LedgerExtension] = ()) -> None:
         """vLLM's block pool and prefix cache exist now: begin."""
@@ -142,6 +147,8 @@ class SchedulerSide:
 
     def match(self, request: Any, num_local: int) -> int | None:
         """Number of tokens to load after the first `num_local`. None: ask again in the next step."""
+        if self._follow_weights():
+            return None  # `num_local` counts blocks of other weights, which vLLM's cache has forgotten just now
         if self._frees.waits_in == self._num_steps:
             return None  # a running request waits for blocks that this request would take
         if request.lora_request is not None:
@@ -151,6 +158,8 @@ class SchedulerSide:
             found = self._new(request)
             if found is None:
                 return 0
+        if self._mixed and self._is_mixed(found, num_local):
+            return 0
         if request.lora_request is not None and not self._has_weights(found, num_local):
             return None if self.adapters.is_news(request.lora_request.lora_int_id) else 0
         num_failed = self.counts.num_failed
@@ -164,6 +173,36 @@ class SchedulerSide:
             return 0  # vLLM could not discard the result of a forward over loaded KV
         num_external = match.num_tokens - num_local
         return num_external if num_external >= self._least_hit and self._queue.is_accepting else 0
+
+    def _follow_weights(self) -> bool:
+        """Set the weights' epoch if vLLM's weight version has changed. Returns whether it has.
+
+        Requests that wait for their first step are matched again. The others continue, but their KV is of old or mixed
+        weights, and vLLM caches their blocks. So until they have ended or begin again, nothing is stored of requests
+        that hit vLLM's own cache."""
+        epoch = None if self.version is None else self.version.changed()
+        if epoch is None:
+            return False
+        self.ledger.weights.set(epoch)
+        for found in self.requests.values():
+            if found.is_asking:
+                found.leave(self.ledger, "weights_changed")
+                continue
+            if found.is_late:
+                found.bar(self.ledger)
+            self._mixed.add(found.request_id)
+        self._pool.forget_cached()
+        return True
+
+    def _is_mixed(self, found: EngineRequest, num_local: int) -> bool:
+        """Whether some KV of `found`, which is about to begin, may be of other weights."""
+        if num_local:
+            self._mixed.add(found.request_id)
+            if found.record is not None:
+                found.leave(self.ledger, "weights_changed")
+            return True
+        self._mixed.discard(found.request_id)  # it computes all its KV now
+        return False
 
     def _has_weights(self, found: EngineRequest, num_local: int) -> bool:
         """Whether all KV of a request with an adapter is of one set of weights, which the workers have reported."""
@@ -223,6 +262,7 @@ class SchedulerSide:
 
     def step(self, output: Any) -> Commands:
         """The commands for the workers in the step `output`."""
+        self._follow_weights()
         self._num_steps += 1
         for request_id in output.preempted_req_ids or ():
             found = self.requests.get(request_id)
@@ -320,6 +360,7 @@ class SchedulerSide:
         can copy nothing any more."""
         if reports.gone:
             raise DeviceGone(reports.gone)
+        self._follow_weights()
         self._joined = self._outbox.joined(reports)
         if reports.said:
             self._hear(self.adapters.hear(reports.said))
@@ -379,7 +420,8 @@ class SchedulerSide:
             return
         assert found.record is not None, "a load without a request"
         found.wait, found.max_hit_tokens = Wait.TOLD, found.record.retry_max_hit_tokens
-        invalid = () if found.is_barred else self._invalid_blocks(found)
+        is_mixed = found.is_barred or found.request_id in self._mixed
+        invalid = () if is_mixed else self._invalid_blocks(found)
         if not invalid:
             found.leave(self.ledger, "load_lost")
         self._reports.append(LoadReport(found.request_id, not invalid, invalid))
@@ -401,6 +443,7 @@ class SchedulerSide:
 
     def finished(self, request: Any, block_ids: Any) -> None:
         """Offer the rest of the blocks that `request` has computed, and forget it."""
+        self._follow_weights()
         found = self.requests.get(request.request_id)
         if found is None:
             return
@@ -488,6 +531,7 @@ class SchedulerSide:
         """The request has ended. If vLLM waits for its load, it keeps the blocks until it learns that the load has
         ended."""
         found = self.requests.pop(request_id, None)
+        self._mixed.discard(request_id)
         self.steps.forget(request_id)
         if found is not None and found.wait is Wait.LOAD:
             self._reports.append(LoadReport(request_id))

@@ -42,6 +42,8 @@ class TagEngine:
     """Identities of whole blocks that may be cached: all that were committed since the last reset."""
     num_resets: int = 0
     num_resets_of_tiers: int = 0
+    num_epochs: int = 0
+    """Times that another weights' epoch was set. Then memory also holds KV that no prompt hits."""
     num_invalidations: int = 0
     num_blocks_checked: int = 0
     misled: set[str] = attrs.field(factory=set)

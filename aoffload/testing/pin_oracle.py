@@ -84,7 +84,7 @@ class PinOracle:
 
     def _what_is_there(self, prefix: Prefix) -> _Kept:
         ledger = self.runtime.ledger
-        sequence = TokenSequence(prefix, ledger.layout.unit_tokens)
+        sequence = ledger.sequence_of(prefix)
         hit = find_hit(ledger.cache.index, sequence, ledger.layout, prefix.num_tokens // ledger.layout.unit_tokens)
         return _Kept(prefix, ledger.lookup(prefix).num_tokens, self._in_host(hit))
 
@@ -144,7 +144,7 @@ class PinOracle:
         return prefetch
 
     def _demote(self, call: Call, prefix: Prefix, *args: Any) -> Demotion:
-        before = self._there(TokenSequence(prefix, self.runtime.ledger.layout.unit_tokens))
+        before = self._there(self.runtime.ledger.sequence_of(prefix))
         demotion: Demotion = call(prefix, *args)
         self._check_nothing_is_lost(demotion, before)
         return demotion

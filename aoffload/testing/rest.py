@@ -7,7 +7,6 @@ import attrs
 from .._common.prefix import Prefix
 from .._common.tiers import HIT_TIERS, Tier
 from .._kernel.index import find_hit
-from .._kernel.tokens import TokenSequence
 from .._runtime.runtime import AnyRuntime
 from .asks import Ask
 from .faults import Faults
@@ -84,7 +83,7 @@ class Rest:
         for ask in asks:
             expected = self._expected_hit(ask)
             found = self._found_hit(ask)
-            if lost_bytes or self.engine.num_invalidations:
+            if lost_bytes or self.engine.num_invalidations or self.engine.num_epochs:
                 continue
             # Without full attention, a hit may need no block at all, only a request that had these tokens before.
             is_right = found == expected if self.runtime.ledger.layout.full.width else found <= expected
@@ -95,7 +94,7 @@ class Rest:
         cache = self.runtime.ledger.cache
         root = self.runtime._session.roots.of(ask.salt, ask.adapter)
         prefix = Prefix.of(root, ask.tokens, ask.key_spans)
-        sequence = TokenSequence(prefix, cache.layout.unit_tokens)
+        sequence = self.runtime.ledger.sequence_of(prefix)
         hit = find_hit(cache.index, sequence, cache.layout, len(ask.tokens) // cache.layout.unit_tokens)
         return hit.device_stop, hit.stop
 

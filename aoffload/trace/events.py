@@ -156,6 +156,8 @@ class Kind(enum.Enum):
     """A request does without a fetch, because the tier fails and is disabled for a while."""
     EVICTION = "eviction"
     """A tier with learned eviction uses another order."""
+    WEIGHTS = "weights"
+    """The engine computes with other weights."""
     TIER = "tier"
     """A tier below host memory: opened, or read back."""
     PIN = "pin"
@@ -217,6 +219,7 @@ def _meanings() -> dict[str, Meaning]:
         "remote_opened": Meaning(Kind.TIER, "remote"),
         "fetch_skipped": Meaning(Kind.SKIPPED_FETCH, "skipped"),
         "eviction_switched": Meaning(Kind.EVICTION, "switched"),
+        "weights_changed": Meaning(Kind.WEIGHTS, "changed"),
         "fetch_declined": Meaning(Kind.DECLINED, "fetch"),
         "load_declined": Meaning(Kind.DECLINED, "load"),
     }  # fmt: skip

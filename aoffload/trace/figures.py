@@ -150,6 +150,7 @@ class Figures(Listener):
     """Skipped fetches by disabled tier."""
     switches: Tally = attrs.field(factory=Tally)
     """Switches by tier and new eviction order."""
+    weights: Tally = attrs.field(factory=Tally)
     skipped_stores: Tally = attrs.field(factory=Tally)
     skipped_blocks: Tally = attrs.field(factory=Tally)
     alarms: Tally = attrs.field(factory=Tally)
@@ -203,6 +204,8 @@ class Figures(Listener):
                 return self.skipped_fetches, event.text("tier"), 1
             case Kind.EVICTION:
                 return self.switches, ruling(event), 1
+            case Kind.WEIGHTS:
+                return self.weights, state, 1
             case Kind.SKIPPED_STORE:
                 return self.skipped_stores, event.text("reason"), event.count("num_blocks")
             case _:

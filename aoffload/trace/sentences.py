@@ -191,6 +191,11 @@ def _switched(event: Event) -> str:
     return f"{ruling(event)} from now on: hits of the guard's caches lately {hits}"
 
 
+def _weights(event: Event) -> str:
+    old, new = (repr(plain(event.text(name))) if event.text(name) else "none" for name in ("old", "new"))
+    return f"the weights' epoch is {new} from now on, it was {old}: KV of other epochs is not found"
+
+
 def _demotion(event: Event) -> str:
     words = {"moving": "begins to send blocks away;", "done": "is over;", "cancelled": "was given up;"}
     return f"{words[event.meaning.state]} {counted(event.count('num_blocks'), 'device block')} given back"
@@ -267,6 +272,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str]] = {
     "storage_left_alone": _left_alone,
     "storage_back": _back,
     "eviction_switched": _switched,
+    "weights_changed": _weights,
     "demotion_moving": _demotion,
     "demotion_done": _demotion,
     "demotion_cancelled": _demotion,

@@ -172,9 +172,12 @@ def _others(figures: Figures) -> list[str]:
 
 
 def _eviction(figures: Figures) -> list[str]:
-    """The eviction order of each tier with learned eviction."""
+    """The eviction order of each tier with learned eviction, and the changes of the weights' epoch."""
     switches = [f"  {words}: began {counted(count, 'time')}" for words, count in figures.switches.highest_first()]
-    return ["eviction that learns", *switches] if switches else []
+    found = ["eviction that learns", *switches] if switches else []
+    if figures.weights.total:
+        found.append(f"weights' epoch: changed {counted(figures.weights.total, 'time')}")
+    return found
 
 
 def _outcomes(tally: Tally) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from aoffload._kernel.states import RequestState
 
@@ -31,6 +31,7 @@ WRONG = (-1, True, 1.5, "x", 2**70)
 
 class EngineDraw(RemoteDraw, JobDraw):
     machine: EngineMachine
+    CHANGES_WEIGHTS: ClassVar[bool] = True
 
     def __init__(self, rng: random.Random, machine: EngineMachine) -> None:
         self.rng, self.machine = rng, machine
@@ -38,6 +39,7 @@ class EngineDraw(RemoteDraw, JobDraw):
         table = WEIGHTS | (DISK_WEIGHTS | {"sequence": 1.0} if machine.world.num_disk_blocks else {})
         table |= REMOTE_WEIGHTS | {"sequence": 3.0} if machine.world.cell_units else {}
         table |= {"hint": 0.8} if machine.world.eviction != "lru" else {}
+        table |= {"weights": 0.7} if machine.world.changes_weights and self.CHANGES_WEIGHTS else {}
         self.kinds, core = list(table), (*CORE, *CORE_OF_DISK, *CORE_OF_REMOTE)
         self.weights = [weight * (1.0 if name in core else rng.choice(factors)) for name, weight in table.items()]
         self.capacity = (machine.world.num_device_blocks - 1) // machine.ledger.layout.width * machine.unit

@@ -292,6 +292,17 @@ class EngineMachine(EngineState, Machine):
                 self.do_ask(name)
         return problem_found
 
+    def do_weights(self, epoch: Any) -> str:
+        """Also empties the engine's own cache. Requests that have computed nothing ask again."""
+        is_other = epoch != self.bytes.epoch
+        said = super().do_weights(epoch)
+        if is_other:
+            self.do_evict()
+            for name, client in self.clients.items():
+                if self.do_ask(name) != "skipped":
+                    client.born = self.bytes.weights
+        return said
+
     def do_tick(self, seconds: float) -> str:
         self.now += seconds
         return f"{self.now}"

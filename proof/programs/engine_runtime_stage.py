@@ -98,7 +98,13 @@ class EngineStage(Stage):
     def _note_calls(self) -> None:
         super()._note_calls()
         ledger: Any = self.runtime.ledger
-        plan_load, reset = ledger.plan_load, ledger.reset
+        plan_load, reset, set_epoch = ledger.plan_load, ledger.reset, ledger.weights.set
+
+        def changes(epoch: str) -> None:
+            is_other = epoch != self.epoch
+            set_epoch(epoch)
+            for block_id in self.pool.all_cached() if is_other else ():
+                self.pool.forget(block_id)
 
         def forgets(tier: Tier | None = None) -> None:
             reset(tier)
@@ -112,7 +118,7 @@ class EngineStage(Stage):
                 served.has_loaded = True
             return plans
 
-        ledger.plan_load, ledger.reset = planned, forgets
+        ledger.plan_load, ledger.reset, ledger.weights.set = planned, forgets, changes
 
     def _of(self, record: LedgerRequest) -> EngineServed | None:
         return next((one for one in self._all() if one.request._record is record), None)

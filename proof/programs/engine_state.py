@@ -48,7 +48,7 @@ class EngineState(LedgerState):
         self.now = 0.0
         self.pool: EnginePool = pool_of(world)
         cache = HostCache(
-            world.config(),
+            world.config(weights_epoch=self.first_epoch),
             world.num_device_blocks,
             self.pool.engine_blocks(),
             clock=lambda: self.now,

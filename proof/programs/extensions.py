@@ -38,7 +38,7 @@ class KernelDraw(LedgerDraw):
         "preempt", "resume", "fork", "invalidate", "pin", "unpin", "hint", "lapse", "prefetch", "demote", "cancel",
         "watermark", "begin_again", "wrong",
     )  # fmt: skip
-    MAY_OVERLAP = False
+    MAY_OVERLAP = CHANGES_WEIGHTS = False
 
     def __init__(self, rng: random.Random, machine: KernelMachine) -> None:
         super().__init__(rng, machine)
@@ -68,8 +68,9 @@ class ExtendedMachine(LedgerMachine):
     def _open(self, world: World) -> Ledger:
         self._extension = RandomExtension(world.num_device_blocks)
         ledger = Ledger(
-            world.config(), world.num_device_blocks, block_bytes=1, observer=self.recorder, extensions=[self._extension]
-        )
+            world.config(weights_epoch=self.first_epoch), world.num_device_blocks, block_bytes=1,
+            observer=self.recorder, extensions=[self._extension],
+        )  # fmt: skip
         with_handles(ledger)
         return ledger
 
@@ -87,8 +88,8 @@ class ExtendedEngineMachine(EngineMachine):
         super()._open(world)  # makes the pool
         self._extension = RandomExtension(world.num_device_blocks)
         cache = HostCache(
-            world.config(), world.num_device_blocks, self.pool.engine_blocks(), clock=lambda: self.now,
-            observer=self.recorder, extensions=[self._extension],
+            world.config(weights_epoch=self.first_epoch), world.num_device_blocks, self.pool.engine_blocks(),
+            clock=lambda: self.now, observer=self.recorder, extensions=[self._extension],
         )  # fmt: skip
         with_handles(cache)
         return cache

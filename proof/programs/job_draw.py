@@ -9,15 +9,22 @@ from typing import Any
 from aoffload._kernel.states import JobState
 
 from .ledger_jobs import JobCalls
-from .program import Call
+from .program import EPOCHS, Call
 
-__all__ = ["JobDraw", "drawn_hint"]
+__all__ = ["JobDraw", "drawn_epoch", "drawn_hint"]
+
+BAD_EPOCHS = (None, 7, b"a", "a" * 257, "\ud800")
 
 
 def drawn_hint(rng: random.Random, identity: dict[str, Any]) -> Call:
     """A hint about a prompt, some of them of a category."""
     category = {"category": rng.choice(("search", "shell"))} if rng.random() < 0.5 else {}
     return Call("hint", {**identity, "expires_at": float(rng.randint(0, 50)), **category})
+
+
+def drawn_epoch(rng: random.Random) -> Call:
+    """A weights' epoch, or something that cannot be one."""
+    return Call("weights", {"epoch": rng.choice((*EPOCHS * 8, *BAD_EPOCHS))})
 
 
 class JobDraw:
@@ -38,6 +45,9 @@ class JobDraw:
         if outcome != "landed":
             args |= {"outcome": outcome, "at": self.rng.randrange(8)}
         return Call("settle", args)
+
+    def _weights(self) -> Call:
+        return drawn_epoch(self.rng)
 
     def _land(self) -> Call | None:
         return Call("land") if self.machine.plans else None

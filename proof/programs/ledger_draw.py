@@ -39,6 +39,8 @@ class LedgerDraw(RemoteDraw, JobDraw):
 
     MAY_OVERLAP: ClassVar[bool] = True
     """Whether the ledger has steps that overlap loads."""
+    CHANGES_WEIGHTS: ClassVar[bool] = True
+    """Whether the ledger has a weights' epoch."""
     machine: LedgerMachine
 
     def __init__(self, rng: random.Random, machine: LedgerMachine) -> None:
@@ -49,6 +51,7 @@ class LedgerDraw(RemoteDraw, JobDraw):
         table = WEIGHTS | (DISK_WEIGHTS | RESTART_WEIGHTS if machine.world.num_disk_blocks else {})
         table |= REMOTE_WEIGHTS | {"restart": 0.3} if machine.world.cell_units else {}
         table |= {"hint": 0.8} if machine.world.eviction != "lru" else {}
+        table |= {"weights": 0.7} if machine.world.changes_weights and self.CHANGES_WEIGHTS else {}
         self.kinds = list(table)
         self.weights = [weight * (1.0 if name in core else rng.choice(factors)) for name, weight in table.items()]
         if machine.world.store_policy.startswith("lazy"):

@@ -34,9 +34,9 @@ class Laws:
         self._progress(call)
         if self._machine.steps or self._ledger.jobs.unsettled:
             self._foreign_blocks()
-        if number % self._whole_every == 0 or call.name in ("invalidate", "reset", "preempt", "fork", "end"):
+        if number % self._whole_every == 0 or call.name in ("invalidate", "reset", "weights", "preempt", "fork", "end"):
             self._whole()
-        if call.name in ("settle", "land", "load", "accept", "abandon", "invalidate", "reset"):
+        if call.name in ("settle", "land", "load", "accept", "abandon", "invalidate", "reset", "weights"):
             self._readable()
 
     def _whole(self) -> None:
@@ -58,7 +58,8 @@ class Laws:
                 known = {block_id: is_over for (tier, block_id), is_over in rotten.items() if tier is part.tier}
                 if any(known.get(block_id) for block_id in part.blocks):
                     raise Violation("a bad entry", f"{run} still offers {list(part.blocks)}")
-                if problem := machine.bytes.problem(part.tier, [one for one in part.blocks if one not in known]):
+                readable = [one for one in part.blocks if one not in known]
+                if problem := machine.bytes.problem(part.tier, readable, machine.epoch_of(run.root)):
                     law, how = problem
                     raise Violation(law, f"{part.tier.name} {how}: {run}")
 
@@ -71,6 +72,16 @@ class Laws:
             for part in run.parts:
                 if part.blocks and tier in (None, part.tier):
                     raise Violation("may not hit", f"{run} can be found after a reset of {tier or 'all'}")
+
+    def after_weights(self) -> None:
+        """No request without blocks keeps a hit of another weights' epoch, and no pin is held."""
+        machine = self._machine
+        for record in self._ledger.live_requests.values():
+            for lease in record.all_leases() if record.may_match_again else ():
+                if machine.epoch_of(lease.run.root) != machine.bytes.epoch:
+                    raise Violation("may not hit", f"{record} keeps {record.match} of another epoch")
+        if self._ledger.pins.held:
+            raise Violation("a pin", f"{self._ledger.pins.held} outlives the weights")
 
     def _readable(self) -> None:
         """Every running request could go on with the right bytes, unless it was told to abort."""

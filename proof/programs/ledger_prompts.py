@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-__all__ = ["Prompts"]
+__all__ = ["SALTS", "Prompts"]
+
+SALTS = (None, "other")
 
 
 class Prompts:
@@ -17,7 +19,7 @@ class Prompts:
         self._vocabulary = rng.choice((1, 2, 2, 3))
         self._bases = [self.tokens(most_tokens + 8) for _ in range(rng.choice((1, 1, 2)))]
         self._lengths = [rng.randint(1, most_tokens) for _ in range(3)]
-        self._salts = (None,) * 9 + ("other",)
+        self._salts = (SALTS[0],) * 9 + SALTS[1:]
         self._uses_spans = rng.random() < 0.15
         self._known: list[list[int]] = []
         """Prompts that were served."""

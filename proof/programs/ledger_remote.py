@@ -97,7 +97,7 @@ class RemoteCalls(DiskCalls):
         if not self.world.cell_units:
             return 0
         there = 0
-        for cell in cells_of(prefix, self.unit, self.world.cell_units):
+        for cell in cells_of(prefix, self.unit, self.world.cell_units, self.bytes.epoch):
             if cell.digest not in self.store:
                 break
             there += 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from aoffload._common.prefix import Root
 from aoffload._common.tiers import Tier
 from aoffload._extensions.assembly import Ledger
 from aoffload._extensions.pins import Pin
@@ -19,8 +20,9 @@ from aoffload._kernel.states import RequestState
 from aoffload.testing.violations import Violation
 
 from .fingerprint import with_handles
+from .ledger_prompts import SALTS
 from .ledger_recorder import Recorder
-from .program import World
+from .program import EPOCHS, World
 from .provenance import Bytes, Text
 
 __all__ = ["Client", "Forward", "LedgerState", "Step"]
@@ -41,11 +43,12 @@ class Client:
     must_end: bool = False
     """It has to be aborted: what it has read was invalidated. Its bytes are not checked any more."""
     born: int = 0
-    """The version of the weights when it was admitted."""
+    """How often the weights had changed when it was admitted."""
     state: RequestState = RequestState.QUEUED
     """Its state after the last call."""
     oldest: int = 0
-    """The version of the weights when the request got its blocks or its load ended. It reads no KV of older weights."""
+    """How often the weights had changed when the request got its blocks or its load ended. It reads no earlier KV,
+    unless equal weights computed it."""
     marks: list[int] = attrs.field(factory=list)
     """The mark of each token that it has computed itself, 0 where it was loaded."""
 
@@ -78,6 +81,8 @@ class LedgerState:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.first_epoch = ""
+        """The weights' epoch with which the next ledger begins."""
         self.start_empty()
         self.unit, self.groups = self.ledger.layout.unit_tokens, self.ledger.layout.groups
         self.bytes = Bytes(self.groups, world.num_device_blocks, world.num_host_blocks, world.num_disk_blocks)
@@ -88,6 +93,7 @@ class LedgerState:
     def start_empty(self) -> None:
         """A new ledger, with nothing under way."""
         self.recorder = Recorder()
+        self._epochs: dict[bytes, str] = {}
         self.ledger = self._open(self.world)
         self.recorder.calls_to(self.ledger)
         self.clients: dict[str, Client] = {}
@@ -102,9 +108,21 @@ class LedgerState:
         """Blocks that hold other bytes than were stored, each with the job that has reported it."""
 
     def _open(self, world: World) -> Ledger:
-        ledger = Ledger(world.config(), world.num_device_blocks, block_bytes=1, observer=self.recorder)
+        ledger = Ledger(
+            world.config(weights_epoch=self.first_epoch), world.num_device_blocks, block_bytes=1, observer=self.recorder
+        )
         with_handles(ledger)
         return ledger
+
+    def epoch_of(self, root: Root) -> str:
+        """The weights' epoch of KV under `root`. The keys of a root that was read from a disk are unknown: the digest
+        is compared with those of all roots of the program."""
+        if root.weights_epoch is not None:
+            return root.weights_epoch
+        if not self._epochs:
+            roots = [Root("programs", salt) for salt in SALTS]
+            self._epochs = {each.under_weights(epoch).digest: epoch for each in roots for epoch in EPOCHS}
+        return self._epochs.get(root.digest, self.bytes.epoch)
 
     def _note(self, feature: str, happened: object) -> None:
         if happened:

@@ -156,9 +156,21 @@ class Machine(RemoteCalls):
         self.ledger.reset(None if tier is None else Tier[tier])
         self.laws.after_reset(None if tier is None else Tier[tier])
         if tier is None and not self.world.cell_units:  # a remote store needs another namespace for new weights
-            self.bytes.weights += 1
+            self.bytes.new_weights()
         self.features.add(f"reset {tier.lower()}" if tier else "reset")
         return "reset"
+
+    def do_weights(self, epoch: Any) -> str:
+        """Other weights compute from now on, or those of an earlier epoch again."""
+        self.ledger.weights.set(epoch)
+        if epoch != self.bytes.epoch:
+            self.features.add("weights")
+            self._note("weights are back", any(epoch == one for _, one in self.bytes.versions))
+            self.bytes.set_epoch(epoch)
+            self.first_epoch = epoch
+            self.laws.after_weights()
+        self._require(self.ledger.statistics().weights_epoch == epoch, "the epoch is the one that was set", epoch)
+        return f"{epoch}"
 
     def do_lookup(self, tokens: Sequence[int], salt: str | None = None) -> str:
         """A lookup reports what a request would match."""

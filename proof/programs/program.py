@@ -60,6 +60,10 @@ class Call:
         return f"call({self.name!r}{words})"
 
 
+EPOCHS = ("", "a", "b")
+"""The weights' epochs of programs."""
+
+
 @attrs.frozen
 class GroupShape:
     """A KV cache group in words: `kind` is "full", "window" or "chunk", `reach` what a window or a chunk spans."""
@@ -156,6 +160,12 @@ class World:
             window_interval_tokens=self.window_interval,
             **options,
         )
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether programs in this world set the weights' epoch. The world itself determines it, so that all other
+        programs stay as they were."""
+        return (self.num_device_blocks + self.num_host_blocks) % 3 == 0
 
     def _policy(self) -> Any:
         name, _, number = self.store_policy.partition(":") if isinstance(self.store_policy, str) else ("", "", "")

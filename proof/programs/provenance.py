@@ -1,8 +1,9 @@
 """Bytes by provenance: for every token of every block, which prefix's KV it is and which computations it depends on.
 
 The KV of a token is a function of its group and of the prefix up to and including the token, so an interned prefix
-represents the right bytes. A cell also records the version of the weights that computed it. A reset of everything
-simulates new weights, and no request begins with KV of the old weights.
+represents the right bytes. A cell also records when it was computed, counted in changes of the weights. A reset of
+everything simulates new weights; a change of the weights' epoch sets other weights, or those of an earlier epoch again.
+No request begins with KV of other weights, and none can be found.
 
 A cell also has marks: every token ever computed has a bit, and a cell has the bits of its own token and of all tokens
 that its forward has read. When a forward is invalidated, its bits become invalid, and so do all cells with such a bit.
@@ -63,9 +64,32 @@ class Bytes:
         self.tiers: tuple[list[Block], ...] = tuple([[] for _ in range(number)] for number in num_blocks)
         self.invalid = 0
         self.weights = 0
-        """The version of the weights: how often the model got new ones."""
+        """How often the weights have changed."""
+        self.versions: list[tuple[int, str]] = [(0, "")]
+        """After each change: the version of the weights. Equal versions compute equal KV."""
         self._num_marks = 0
         self._interned: dict[tuple[object, ...], int] = {}
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> str:
+        """The weights' epoch."""
+        return self.versions[-1][1]
+
+    def new_weights(self) -> None:
+        """The weights of all epochs are others from now on."""
+        number, epoch = self.versions[-1]
+        self._change((number + 1, epoch))
+
+    def set_epoch(self, epoch: str) -> None:
+        """The weights of `epoch` compute from now on."""
+        if epoch != self.epoch:
+            self._change((self.versions[-1][0], epoch))
+
+    def _change(self, version: tuple[int, str]) -> None:
+        self.weights += 1
+        self.versions.append(version)
 
     # -- texts ----------------------------------------------------------------------------------------------------
 
@@ -90,7 +114,7 @@ class Bytes:
         self, text: Text, tables: Sequence[Sequence[int]], stop: int, reader: str, oldest: int = 0, start: int = 0
     ) -> int:
         """Check all KV that computing token `stop` reads, and return its marks. Wrong bytes are a violation. So is,
-        from token `start` on, KV of weights older than `oldest`."""
+        from token `start` on, KV that was computed before change `oldest` of the weights, unless by equal weights."""
         device, marks = self.tiers[0], 0
         for number, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             size = group.block_size
@@ -103,7 +127,8 @@ class Bytes:
                         "wrong bytes",
                         f"{reader} reads block {block_id} of group {number} at token {at}: {self.say(cell)}",
                     )
-                if cell.weights < oldest and at >= start:
+                is_old = cell.weights < oldest and self.versions[cell.weights] != self.versions[oldest]
+                if is_old and at >= start:
                     about = f"{reader} reads block {block_id} of group {number} at token {at}"
                     raise Violation("old weights", f"{about}: weights {cell.weights}, where {oldest} is the oldest")
                 marks |= cell.marks
@@ -145,12 +170,16 @@ class Bytes:
     def copy(self, source: int, source_id: int, destination: int, destination_id: int) -> None:
         self.tiers[destination][destination_id] = list(self.tiers[source][source_id])
 
-    def problem(self, tier: int, block_ids: Sequence[int]) -> tuple[str, str] | None:
-        """Why no request at all may read one of these blocks: the broken law, and how. None: each may be read."""
+    def problem(self, tier: int, block_ids: Sequence[int], epoch: str | None = None) -> tuple[str, str] | None:
+        """Why no request of the weights' epoch `epoch` (None: any) may read one of these blocks: the broken law, and
+        how. None: each may be read."""
+        version = self.versions[-1][0], epoch
         for block_id in block_ids:
             block = self.tiers[tier][block_id]
             if not block or GARBAGE in block:
                 return "wrong bytes", f"block {block_id} can be found and holds nothing of use"
+            if epoch is not None and any(self.versions[cell.weights] != version for cell in block):
+                return "old weights", f"block {block_id} can be found under {version} and was computed by others"
             if self.invalid and any(cell.marks & self.invalid for cell in block):
                 return "bytes taken back", f"block {block_id} can be found and hangs on a forward that was taken back"
         return None

@@ -13,13 +13,15 @@ from typing import TypeAlias
 
 import attrs
 
-from aoffload._common.prefix import KeySpan
+from aoffload._common.prefix import KeySpan, Root
 from aoffload._common.tiers import Tier
 from aoffload._kernel.records import LedgerRequest
 from aoffload.testing.asks import Ask
 from aoffload.testing.engine import first_read
 from aoffload.testing.serving import SimulatedEngine
 from aoffload.testing.violations import Violation
+
+from .program import EPOCHS
 
 __all__ = ["Forward", "ProgramEngine", "Read", "Tables", "Written", "extend_chain"]
 
@@ -93,9 +95,14 @@ class ProgramEngine(SimulatedEngine):
     _chains: dict[object, int] = attrs.field(factory=dict)
     """The number of every prefix, by the number of the prefix before its last token, that token, and its span."""
     weights: int = 0
-    """The version of the weights. Each reset of everything, also one of an earlier runtime, increments it."""
+    """How often the weights have changed. Each reset of everything, also one of an earlier runtime, changes them."""
+    versions: list[tuple[int, str]] = attrs.field(factory=lambda: [(0, "")])
+    """After each change: the version of the weights. Equal versions compute equal KV."""
+    epochs: dict[bytes, str] = attrs.field(factory=dict)
+    """By digest of a root: the weights' epoch of the KV under it."""
     oldest: dict[LedgerRequest, int] = attrs.field(factory=dict)
-    """By request: the version of the weights when it got its blocks or its load ended. It reads no KV of older ones."""
+    """By request: how often the weights had changed when it got its blocks or its load ended. It reads no earlier KV,
+    unless equal weights computed it."""
     computing: set[LedgerRequest] = attrs.field(factory=set)
     """Requests that have begun to compute in place of a load: no answer comes any more."""
 
@@ -114,11 +121,39 @@ class ProgramEngine(SimulatedEngine):
     def follow(self, before: ProgramEngine) -> None:
         """It comes after `before` on the same disk: what that has stored may hit."""
         self.tags, self._chains, self.committed = before.tags, before._chains, before.committed
-        self.weights = before.weights
+        self.weights, self.versions, self.epochs = before.weights, before.versions, before.epochs
+        self.num_epochs = before.num_epochs
 
     def forget_everything(self) -> None:
         super().forget_everything()
+        number, epoch = self.versions[-1]
+        self._change((number + 1, epoch))
+
+    def set_epoch(self, epoch: str) -> None:
+        """The weights of `epoch` compute from now on. Requests that were matched before publish nothing any more, or
+        are matched again."""
+        if epoch != self.epoch:
+            self.num_resets += 1
+            self.num_epochs += 1
+            self._change((self.versions[-1][0], epoch))
+
+    @property
+    def epoch(self) -> str:
+        """The weights' epoch."""
+        return self.versions[-1][1]
+
+    def _change(self, version: tuple[int, str]) -> None:
         self.weights += 1
+        self.versions.append(version)
+
+    def know(self, root: Root) -> None:
+        """Requests have KV under `root`, and under the roots of the same keys in other epochs."""
+        if root.digest not in self.epochs:
+            self.epochs |= {root.under_weights(epoch).digest: epoch for epoch in EPOCHS}
+
+    def is_old(self, forward: Forward, oldest: int) -> bool:
+        """Whether other weights have computed `forward` before change `oldest`."""
+        return forward.weights < oldest and self.versions[forward.weights] != self.versions[oldest]
 
     def answered(self, record: LedgerRequest) -> None:
         """The request has just got its blocks, or its load has just ended."""
@@ -194,8 +229,9 @@ class ProgramEngine(SimulatedEngine):
         for run in self.runtime.ledger.cache.index.runs.values():
             for part in run.parts:
                 for block_id in part.blocks:
-                    held = memories[part.tier][block_id]
-                    self._check_right(held, f"{part.tier.name} block {block_id} of {run}")
+                    held, where = memories[part.tier][block_id], f"{part.tier.name} block {block_id} of {run}"
+                    self._check_right(held, where)
+                    self._check_weights(held, self.epochs.get(run.root.digest), where)
 
     @staticmethod
     def is_taken_back(held: object) -> bool:
@@ -207,6 +243,13 @@ class ProgramEngine(SimulatedEngine):
         for cell in held.cells if isinstance(held, Written) else ():
             if cell is not None and cell[1].wrong_from <= cell[2]:
                 raise Violation("wrong bytes", f"{where} can be found, and {cell[1]} has taken back token {cell[2]}")
+
+    def _check_weights(self, held: object, epoch: str | None, where: str) -> None:
+        """The weights of the epoch under whose root the block can be found have computed all of it. A process that is
+        killed during a reset may leave blocks from before the reset on the disk, so resets do not count here."""
+        for cell in held.cells if epoch is not None and isinstance(held, Written) else ():
+            if cell is not None and self.versions[cell[1].weights][1] != epoch:
+                raise Violation("old weights", f"{where} can be found under {epoch!r}, and {cell[1]} is of others")
 
     def blocks_of(self, tables: Tables, start: int) -> list[tuple[int, int]]:
         """Every block in `tables` from token `start` on, with its current generation."""

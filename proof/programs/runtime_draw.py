@@ -11,6 +11,7 @@ import attrs
 from aoffload._kernel.states import RequestState
 from aoffload.testing.faults import DISK_FAULTS, FAULTS, REMOTE_FAULTS
 
+from .job_draw import drawn_epoch
 from .load_choice import RANDOM
 from .program import Call, World, draw_world, with_a_disk, with_learning, words_of
 from .runtime_arguments import ArgumentDrawing
@@ -27,6 +28,8 @@ _MANY = {"leap": 250, "block": 250, "worker": 250, "log": 60}
 """Faults with many opportunities in a program."""
 OF_HINTS = 0.06
 """The share of the calls that are hints, where eviction learns."""
+OF_WEIGHTS = 0.05
+"""The share of the calls that set the weights' epoch, in worlds that do."""
 SEQUENCES = ("evict_prompt", "same_prompt")
 """What is drawn for one client and is more than a call of its own."""
 STATES = {
@@ -165,6 +168,8 @@ class Drawing(ArgumentDrawing, DiskDrawing):
             return self._of_the_disk(name)
         if self._director.program.world.eviction != "lru" and self.rng.random() < OF_HINTS:
             return Call("hint", {"who": name, **self._identity(), "expected_s": self.rng.choice((0.001, 0.3, 60.0))})
+        if self._director.program.world.changes_weights and self.rng.random() < OF_WEIGHTS:
+            return Call("weights", {"who": name, **drawn_epoch(self.rng).args})
         drawn = _drawn(self.rng, odds.next[self._state(name)])
         for several, among in (("keep", odds.keeping), ("whole", odds.whole)):
             if drawn == several:

@@ -155,6 +155,16 @@ class ClientCalls(RequestCalls):
         if found is not None:
             self.stage.met(f"reset {tier.lower()}" if tier else "reset")
 
+    async def _do_weights(self, args: Any) -> None:
+        """Other weights compute from now on, or those of an earlier epoch again."""
+        runtime, epoch, before = self.stage.runtime, args["epoch"], self.stage.epoch
+        if self.stage.make("weights", lambda: runtime.weights.set(epoch)):
+            if runtime.weights.epoch != epoch or runtime.statistics().weights_epoch != epoch:
+                raise Violation("an answer", f"the epoch is {runtime.weights.epoch!r}, and {epoch!r} was set")
+            self.stage.engine.check_findable()
+            if epoch != before:
+                self.stage.met("weights")
+
     async def _do_lookup(self, args: Any) -> None:
         self.stage.attempt("lookup", lambda: self.stage.runtime.lookup(args["tokens"], **self.stage.identity(args)))
 

@@ -124,7 +124,7 @@ class Served:
         assert record is not None
         oldest = self.engine.oldest.get(record, 0)
         for forward, stop in read.forwards.items():
-            if forward.weights < oldest and stop > record.given_tokens:  # not an engine's own hit
+            if self.engine.is_old(forward, oldest) and stop > record.given_tokens:  # not an engine's own hit
                 raise Violation("old weights", f"{self.name} reads {forward}, from before a reset, {what}")
 
     def check_match(self, *, is_first: bool) -> None:

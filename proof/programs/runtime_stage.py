@@ -26,7 +26,7 @@ from aoffload.testing.violations import Violation
 
 from .ledger_recorder import Recorder
 from .load_choice import RANDOM, RandomLoadChoice
-from .program import Program
+from .program import EPOCHS, Program
 from .runtime_bytes import ProgramEngine
 from .runtime_requests import Served
 from .runtime_state import RecordedEvents, picture
@@ -62,6 +62,8 @@ class Stage:
         self.simulation = simulation
         self.slots: Slots | None = None
         """What an earlier runtime has left on the disk."""
+        self.epoch = ""
+        """The weights' epoch."""
         self.engine = self.begin()
         self.actors: Mapping[str, Role] = {}
         self.live: dict[Served, None] = {}
@@ -92,7 +94,8 @@ class Stage:
 
     def _engine(self, **options: Any) -> ProgramEngine:
         world = self.program.world
-        config = world.config(namespace="simulated", **_options_of(self.program))
+        options_of = _options_of(self.program)
+        config = world.config(namespace="simulated", weights_epoch=self.epoch, **options_of)
         engine = self.simulation.engine_of(
             config,
             world.num_device_blocks - 1,
@@ -212,6 +215,8 @@ class Stage:
         """Register a request that was entered."""
         ask = _ask_of(args)
         engine = self.engine
+        assert request._record is not None
+        engine.know(request._record.sequence.root)
         chain = engine.chain((ask.salt, ask.adapter), ask.tokens, ask.key_spans)
         served = self.SERVED(engine, request, ask, list(ask.tokens), chain, engine.num_resets)
         self.live[served] = None
@@ -291,7 +296,19 @@ class Stage:
             else:
                 self.engine.num_resets_of_tiers += 1
 
-        ledger.reset, ledger.plan_load = noted, planned
+        set_epoch = ledger.weights.set
+
+        def changed(epoch: str) -> None:
+            if epoch in EPOCHS:  # before the requests that are matched again get their answers
+                self.engine.set_epoch(epoch)
+            set_epoch(epoch)
+            self.epoch = epoch
+            for served in self.live:
+                record = served.request._record
+                if record is not None and record.epoch == ledger.cache.epoch:  # it was matched again
+                    served.born = self.engine.num_resets
+
+        ledger.reset, ledger.plan_load, ledger.weights.set = noted, planned, changed
         if preempt is not None:
             ledger.preemption.preempt = preempted
 

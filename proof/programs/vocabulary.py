@@ -64,7 +64,8 @@ LEDGER_CALLS = _table({
     "pin": f"name! {KEY} expires_at", "unpin": "name!", "lapse": "now!", "drop_pins": "",
     "hint": f"{KEY} expires_at! category",
     "prefetch": f"name! {KEY}", "demote": f"name! {KEY}", "cancel": "name!", "cancel_cache_transfers": "",
-    "reset": "tier", "watermark": "", "lookup": KEY, "serve": f"{KEY} new", "evict": "num_tokens! token!",
+    "reset": "tier", "weights": "epoch!",
+    "watermark": "", "lookup": KEY, "serve": f"{KEY} new", "evict": "num_tokens! token!",
     "wrong": "method! who! num_tokens num_computed_tokens from_token max_tokens",
     "write_behind": "most! is_idle only_requested_twice", "idle": "most! only_requested_twice", "disk_flush": "most!",
     "fetch": f"name! {KEY} told",
@@ -75,6 +76,7 @@ LEDGER_CALLS = _table({
 
 AS_ON_A_LEDGER = (
     "launch", "settle", "land", "discard", "late", "stray", "again", "pin", "unpin", "lapse", "drop_pins", "reset",
+    "weights",
     "hint", "lookup", "serve", "write_behind", "idle", "disk_flush", "fetch", "match_fetched", "cancel",
     "cancel_cache_transfers", "remote_stores", "lose_cell", "poison_cell", "arrive", "end_remote",
 )  # fmt: skip
@@ -107,7 +109,8 @@ RUNTIME_CALLS = _table({
     "pin": f"{CLIENT} {IDENTITY} ttl_s!", "unpin": CLIENT, "prefetch": f"{CLIENT} {IDENTITY}",
     "begin_prefetch": f"{CLIENT} {IDENTITY}", "demote": f"{CLIENT} {IDENTITY}",
     "begin_demote": f"{CLIENT} {IDENTITY}", "transfer_wait": CLIENT, "transfer_cancel": CLIENT,
-    "flush": CLIENT, "reset": f"{CLIENT} tier timeout_s", "lookup": f"{CLIENT} {IDENTITY}", "statistics": CLIENT,
+    "flush": CLIENT, "reset": f"{CLIENT} tier timeout_s", "weights": f"{CLIENT} epoch!",
+    "lookup": f"{CLIENT} {IDENTITY}", "statistics": CLIENT,
     "report_queue": f"{CLIENT} num_tokens!", "report_compute": f"{CLIENT} num_tokens! seconds!",
     "integrity": CLIENT, "pause": f"{CLIENT} s!",
     "fetch": f"{CLIENT} {IDENTITY}", "begin_fetch": f"{CLIENT} {IDENTITY}", "request_fetch": CLIENT,
@@ -116,8 +119,8 @@ RUNTIME_CALLS = _table({
 
 AS_ON_A_RUNTIME = (
     "configure", "fault", "cancel", "close", "leave", "wait", "step", "end_step", "invalidate", "abort", "pin", "unpin",
-    "hint", "flush", "reset", "lookup", "statistics", "integrity", "pause", "fetch", "begin_fetch", "request_fetch",
-    "report_queue", "report_compute", "restored", "restart", "transfer_wait", "transfer_cancel",
+    "hint", "flush", "reset", "weights", "lookup", "statistics", "integrity", "pause", "fetch", "begin_fetch",
+    "request_fetch", "report_queue", "report_compute", "restored", "restart", "transfer_wait", "transfer_cancel",
 )  # fmt: skip
 ENGINE_RUNTIME_CALLS = {name: RUNTIME_CALLS[name] for name in AS_ON_A_RUNTIME} | _table({
     "request": f"{CLIENT} {ASK} fewer", "serve": f"{CLIENT} {ASK} new fewer",

@@ -273,6 +273,34 @@ def chosen(bench: Bench) -> Row:
     return row.missed("" if costs.num_declined else "everything was loaded")
 
 
+def weights(bench: Bench) -> Row:
+    """All turns but the last with one version of the weights, the last one with another version, and then with the
+    first one again. The calls are those of an administrator."""
+    with bench.engine(SMALL_POOL, OURS) as engine:
+        worker = engine.engine.engine_core.engine_core.model_executor.driver_worker.worker
+        named = [each for _, each in worker.get_model().named_parameters() if each.dim() > 1]
+        for turn in range(LAST_TURN):
+            engine.serve(bench.turn(turn), bench.talks.num_new_tokens)
+        engine.rest()
+        saved, cached = [each.detach().clone() for each in named], list[int]()
+        for version, factor in (("other", 1.5), ("default", 1.0)):
+            for each, before in zip(named, saved, strict=True):
+                each.data.copy_(before * factor)
+            engine.engine.set_weight_version(version)
+            engine.engine.reset_prefix_cache(reset_running_requests=True)
+            for name, prompt in bench.turn(LAST_TURN).items():  # one at a time, under the names of the reference
+                engine.serve({name: prompt}, bench.talks.num_new_tokens)
+            cached.append(sum(engine.served.answers[name].num_cached_tokens for name in bench.turn(LAST_TURN)))
+            engine.rest()
+        epoch, served = engine.connector.ledger.statistics().weights_epoch, engine.rest()
+    about = "vLLM's weight version changes, and changes back"
+    row = bench.judge(about, served, f"{cached[0]:,} tokens cached with other weights, {cached[1]:,} once back")
+    return row.missed(
+        "" if cached[1] > 2 * cached[0] else "the KV has not come back",
+        "" if epoch == "" else f"the epoch is {epoch}",
+    )
+
+
 SCENARIOS = (
     Scenario("without offload", without),
     Scenario("peer", peer),
@@ -290,6 +318,7 @@ SCENARIOS = (
     Scenario("disk", disk, is_short=True),
     Scenario("remote", remote, is_short=True),
     Scenario("chosen", chosen, is_short=True),
+    Scenario("weights", weights, is_short=True),
 )
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class Change:
 
 @attrs.frozen
 class Cleared:
-    """All tiers were emptied."""
+    """All tiers were emptied, or the changes after it describe everything that can be found."""
 
 
 Told: TypeAlias = Change | Cleared
@@ -73,23 +73,27 @@ class Changes:
         self._is_behind = False
         """A subscriber has missed batches that are no longer kept."""
         self._epoch = ledger.cache.epoch
+        self._is_findable = ledger.weights.is_findable
 
     def begin(self) -> None:
         """Queue the whole cache, and each change from now on."""
         self._epoch = self._ledger.cache.epoch
         self._ledger.watch(self)
+        self._ledger.weights.when_changed.append(self.tell_anew)
         self.tell_anew()
 
     def end(self) -> None:
         """Stop watching, and queue that the cache is empty."""
         self._ledger.unwatch(self)
+        if self.tell_anew in (calls := self._ledger.weights.when_changed):
+            calls.remove(self.tell_anew)
         self._told.append(Cleared())
 
     # -- called by the ledger -------------------------------------------------------------------------------------
 
     def part_changed(self, part: Part, first: int, stop: int) -> None:
-        if part.run.epoch != self._epoch:
-            return  # a reset has already made it unfindable
+        if part.run.epoch != self._epoch or not self._is_findable(part.run.root):
+            return  # a reset, or a change of the weights' epoch, has already made it unfindable
         if self._is_behind or len(self._told) >= self._limit:
             self.tell_anew()
             return
@@ -111,7 +115,7 @@ class Changes:
         self._told.clear()
         self._told.append(Cleared())
         for run in sorted(self._ledger.cache.index.runs.values(), key=lambda run: run.start):
-            for part in run.parts:
+            for part in run.parts if self._is_findable(run.root) else ():
                 self._tell(part, Kind.STORED, part.first, part.stop)
         self._limit = max(self._most, 2 * len(self._told))  # otherwise each change would replace the queue again
         self._signal()

@@ -106,6 +106,7 @@ FAMILIES = (
     ),
     Family("aoffload_remembered_runs", _GAUGE, {}, "Stretches of prompts whose requests are counted.", _LEARNED),
     Family("aoffload_remembered_bytes", _GAUGE, {}, "About the memory that they take in this process.", _LEARNED),
+    Family("aoffload_weights_switches_total", _COUNTER, {}, "Times that another weights' epoch was set."),
     Family("aoffload_pins", _GAUGE, {}, "Prompts that somebody keeps cached by a pin."),
     Family(
         "aoffload_jobs", _GAUGE, {"state": ("queued", "launched", "quarantined")},

@@ -115,6 +115,7 @@ def _standing(ledger: AnyLedger, found: LedgerStatistics) -> Iterator[tuple[str,
     yield "aoffload_evicted_blocks_total", _evicted(ours, found.eviction)
     if found.eviction is not None:
         yield from _learned(found.eviction)
+    yield "aoffload_weights_switches_total", _one(found.num_weights_changes)
     yield "aoffload_pins", _one(found.num_pins)
     jobs = Counter(job.state.value for job in ledger.jobs.unsettled.values())
     jobs["quarantined"] = len(ledger.jobs.quarantined)

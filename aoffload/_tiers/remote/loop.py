@@ -24,6 +24,7 @@ from ..._common.tiers import Tier
 from ..._extensions.assembly import AnyLedger
 from ..._kernel.layout import Layout
 from ..._kernel.states import Direction
+from ..._kernel.tokens import TokenSequence
 from ..._observe.log import Telemetry
 from ..._runtime.worker import CopyWorker
 from ..._transfer.breaker import in_lines
@@ -31,7 +32,7 @@ from ..._transfer.transport import TransportRemote
 from ..lower.loop import TierWork
 from ..write_rate import WriteRate
 from .plans import CellLabel
-from .rules import cells_of
+from .rules import cells_to_hit
 
 LATE_S = 0.01
 """Seconds added to a timeout, so that an answer that is sent just in time can still arrive."""
@@ -137,13 +138,16 @@ class RemoteWork(TierWork):
 
     async def labels(self, prefix: Prefix, after: int) -> Sequence[CellLabel]:
         """The whole cells of `prefix` that end after its token `after`."""
-        compute = partial(self.labels_nowait, prefix, after)
+        compute = partial(self._labels, self.ledger.sequence_of(prefix), after)
         if prefix.num_tokens > MUCH_TO_HASH:
             return await self.env.run_in_thread(compute, self.hashing)
         return compute()
 
     def labels_nowait(self, prefix: Prefix, after: int) -> Sequence[CellLabel]:
-        cells = cells_of(prefix, self.ledger.layout.unit_tokens, self.ledger.remote.cell_units)
+        return self._labels(self.ledger.sequence_of(prefix), after)
+
+    def _labels(self, sequence: TokenSequence, after: int) -> Sequence[CellLabel]:
+        cells = cells_to_hit(sequence, self.ledger.layout.unit_tokens, self.ledger.remote.cell_units)
         return cells[after // self.cell_tokens :]
 
     def ask(self, labels: Sequence[CellLabel], answered: Callable[[int], object]) -> Question:

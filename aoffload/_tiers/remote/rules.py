@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..._common.arguments import check_int, check_type
-from ..._common.prefix import Prefix
+from ..._common.prefix import Prefix, check_epoch
 from ..._common.tiers import Tier
 from ..._extensions.integrity import demand
 from ..._extensions.store_policies import RequestCounts
@@ -30,13 +30,21 @@ from ...errors import InvalidArgument
 from .plans import CellLabel
 
 
-def cells_of(prefix: Prefix, unit_tokens: int, cell_units: int) -> tuple[CellLabel, ...]:
-    """The labels of the whole cells that a request for `prefix` may hit, in prefix order. The last token is left out,
-    because a request always computes at least one token. May be called in any thread."""
+def cells_of(prefix: Prefix, unit_tokens: int, cell_units: int, weights_epoch: str = "") -> tuple[CellLabel, ...]:
+    """The labels of the whole cells that a request for `prefix` may hit while the ledger has this `weights_epoch`, in
+    prefix order. The last token is left out, because a request always computes at least one token. May be called in any
+    thread."""
     check_int("unit_tokens", unit_tokens, 1)
     if check_int("cell_units", cell_units, 1) & (cell_units - 1):
         raise InvalidArgument("cell_units", f"must be a power of two, got {cell_units}")
     sequence = TokenSequence(check_type("prefix", prefix, Prefix), unit_tokens)
+    if epoch := check_epoch("weights_epoch", weights_epoch):
+        sequence = sequence.under(prefix.root.under_weights(epoch))
+    return cells_to_hit(sequence, unit_tokens, cell_units)
+
+
+def cells_to_hit(sequence: TokenSequence, unit_tokens: int, cell_units: int) -> tuple[CellLabel, ...]:
+    """The labels of the whole cells that a request for `sequence` may hit: see `cells_of`."""
     return cells_before(sequence, (sequence.num_tokens - 1) // unit_tokens, cell_units)
 
 

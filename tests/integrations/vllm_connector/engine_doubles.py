@@ -91,6 +91,18 @@ class Pool:
     def get_num_free_blocks(self) -> int:
         return len(self.free)
 
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            if block.key is not None:
+                del self.cached[block.key]
+                block.key = None
+
+    def reset_prefix_cache(self) -> bool:
+        self.evict_blocks(set(range(len(self.blocks))))
+        self.cached = {}
+        return True
+
     def get_cached_block(self, block_hash: Any, group_ids: list[int]) -> list[Block] | None:
         found = self.cached.get((group_ids[0], block_hash))
         return None if found is None else [found]

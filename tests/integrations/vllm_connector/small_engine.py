@@ -63,6 +63,7 @@ class SmallEngine:
         self.most_tokens = most_tokens
         """Tokens that a request computes in one step, at most."""
         self.now = 0.0
+        self.weight_version = "default"
         described = kv_cache_config(num_blocks, windows, has_latents=has_latents)
         next_replica = iter(replicas_of(num_ranks)).__next__
         with vllm_importable(), patch.object(WorkerReplicas, "of_tensor_parallel_group", next_replica):
@@ -354,6 +355,21 @@ class SmallEngine:
                 return
             self.step()
         raise AssertionError(f"not at rest: {[request.request_id for request in self.waiting]}")
+
+    def get_weight_version(self) -> str:
+        """As vLLM's engine core has it."""
+        return self.weight_version
+
+    def update_weights(self, number: int, version: str, *, preempts: bool = True) -> None:
+        """Load other weights between two steps, and name them. `preempts`: all requests begin again, as after vLLM's
+        `reset_prefix_cache(reset_running_requests=True)`, which also empties its own cache."""
+        for owner in self.owners:
+            owner.load_weights(number)
+        self.weight_version = version
+        if preempts:
+            while self.running:
+                self.preempt(self.running[-1])
+            self.manager.reset()
 
     def sleep(self, level: int = 1) -> None:
         """As vLLM 0.33. Before the workers sleep, it preempts all requests, and resets both caches."""
