@@ -15,7 +15,7 @@ FLOORS = (
     "errors _common",
     "_config _tiers.remote.clients",
     "_kernel",
-    "_extensions _eviction _tiers.fetch.rules"
+    "_extensions _eviction _tiers.fetch.rules _tiers.write_rate"
     " _tiers.lower.rules _tiers.lower.extension"
     " _tiers.disk.plans _tiers.disk.rules _tiers.disk.rules _tiers.disk.extension"
     " _tiers.remote.plans _tiers.remote.rules _tiers.remote.extension",
@@ -23,7 +23,7 @@ FLOORS = (
     "_host_cache",
     "_transfer _tiers",
     "_observe",
-    "_runtime _tiers.write_rate _tiers.disk.loop _tiers.lower.loop _tiers.remote.loop _tiers.fetch.loop",
+    "_runtime _tiers.disk.loop _tiers.lower.loop _tiers.remote.loop _tiers.fetch.loop",
     "ledger host_cache transport ranks cuda stores",
     "demo testing trace top plan _vllm _reference _observe.metrics _observe.kv_events integrations metrics kv_events",
     "__main__",
@@ -45,6 +45,7 @@ LONELY_BASES = {
     "CacheTransfers": "what a `HostCache` has of them; a `Ledger` has prefetches and demotions, too",
     "CoreLedger": "the kernel alone; `Ledger` puts the features beside it",
     "LeastRecentlyUsed": "learned eviction has several such lists, and numbers their uses itself",
+    "Pins": "quotas bound the pins of each tenant, too",
     "LedgerRequest": "a request of a `HostCache` has more",
     "DevicePool": "a protocol: a restart takes slots of a disk by their ids, too",
     "EngineBlocks": "a protocol: an engine may also find blocks by their tokens",

@@ -48,6 +48,7 @@ from .._kernel.moves import Moves
 from .._kernel.pools import LeastRecentlyUsed
 from .._kernel.protocols import EvictionOrder
 from .._kernel.records import LedgerRequest, Part, Run
+from .accounts import AccountOrder
 from .counts import CountedRun, HitCounts
 from .status import EvictionRule, EvictionStatistics, EvictionSwitched, TierEviction
 
@@ -447,6 +448,15 @@ class LearnedOrder:
         plain = self._first_of([ring.first for ring in self._plain])
         return plain or self._first_of([ring.first for ring in self._spared])
 
+    def goes_first(self, part: Part, other: Part) -> bool:
+        """Whether `part` is evicted before `other`, which is in another order of the same tier."""
+        is_spared, other_is_spared = part.rank >= NUM_CLASSES, other.rank >= NUM_CLASSES
+        if is_spared is not other_is_spared:
+            return other_is_spared
+        if self._guard.is_learned:
+            return self._worth(part) < self._worth(other)
+        return part.last_use < other.last_use
+
     def are_adjacent(self, older: Part, newer: Part) -> bool:
         return older.newer is newer
 
@@ -500,7 +510,7 @@ class Learning:
         self.counts = HitCounts(layout, most, layout.unit_tokens, self, TOP_USES)
         """The history of the prompts."""
         self.tiers = tuple(units)
-        self.orders: dict[Tier, LearnedOrder] = {}
+        self.orders: dict[Tier, LearnedOrder | AccountOrder] = {}
         """The present order of each tier whose eviction learns. `Eviction` sets it."""
         self.uses: dict[LedgerRequest, tuple[tuple[int, int], ...]] = {}
         """How often the prompt of each live request was requested before, as (stop, number)."""

@@ -11,6 +11,7 @@ Handle | verbs | present
 `reports` | `requests`, `holders` | always
 `write_back` | `plan` | if `store_policy` has a watermark; not in a `HostCache`
 `eviction` | `hint` | if `eviction` is learned
+`quotas` | `statistics` | if `quotas` is configured
 `disk`, `remote`, `fetches` | | if `disk` or `remote` is configured
 
 An extension that needs no configuration is made when its handle is first read, so an unused feature costs nothing. The
@@ -53,6 +54,7 @@ from .overlap import Overlap
 from .pins import Pins
 from .preemption import Preemptions
 from .prefetch import DeviceTransfers
+from .quotas import AccountStatistics, QuotaAccounts
 from .status import explained, plain
 from .store_policies import (
     EagerStore,
@@ -88,6 +90,9 @@ def built_in(
     choice = LearnedEviction() if is_named else config.eviction
     if isinstance(choice, LearnedEviction):
         found.append(Eviction(choice))
+    if config.quotas is not None:  # after learned eviction, whose orders the accounts have
+        accounts = QuotaAccounts(config.quotas)
+        found += [accounts, accounts.pins]
     if counts is not None:
         found += [counts, Fetches()]
     return policy, found
@@ -118,6 +123,8 @@ class LedgerStatistics:
     """Hints in force."""
     eviction: EvictionStatistics | None
     """None unless eviction is learned."""
+    quotas: tuple[AccountStatistics, ...]
+    """Each account, the default one first. Empty without quotas."""
 
 
 class AnyLedger(CacheBase):
@@ -150,6 +157,11 @@ class AnyLedger(CacheBase):
     def eviction(self) -> Eviction:
         """Give hints. `ConfigError("eviction")` unless eviction is learned."""
         return self._needed(Eviction, "eviction")
+
+    @property
+    def quotas(self) -> QuotaAccounts:
+        """The accounts of tenants. `ConfigError("quotas")` without quotas."""
+        return self._needed(QuotaAccounts, "quotas")
 
     @property
     def disk(self) -> DiskExtension:
@@ -190,13 +202,13 @@ class AnyLedger(CacheBase):
         """The counts of blocks, requests and jobs."""
         tiers = {tier.tier: tier.statistics() for tier in self.jobs.tiers.values()}
         pins, remote, eviction = self.find(Pins), self.find(RemoteExtension), self.find(Eviction)
-        learned = None if eviction is None else eviction.statistics()
+        learned, accounts = None if eviction is None else eviction.statistics(), self.find(QuotaAccounts)
         return LedgerStatistics(
             tiers[Tier.DEVICE], tiers[Tier.HOST], len(self.live_requests), self.num_waiting,
             len(self.jobs.unsettled), self.jobs.num_late,
             0 if pins is None else len(pins.held), self.loads_paused, tiers.get(Tier.DISK), tiers.get(Tier.CUSTOM),
             None if remote is None else remote.counts, () if learned is None else learned.learned,
-            0 if eviction is None else eviction.num_hints, learned,
+            0 if eviction is None else eviction.num_hints, learned, () if accounts is None else accounts.statistics(),
         )  # fmt: skip
 
     def explain(self) -> str:
@@ -207,7 +219,7 @@ class AnyLedger(CacheBase):
             live += f", {moving:,} cell{'' if moving == 1 else 's'} on the way"
         lower = [("host", found.host), ("disk", found.disk), ("custom", found.custom)]
         below = [tier.counted(name) for name, tier in lower if tier is not None and tier.num_blocks]
-        about = "\n".join((self._about(found, live), *below, *self._evicts(found)))
+        about = "\n".join((self._about(found, live), *below, *self._evicts(found), *map(str, found.quotas)))
         return explained(about, self.reports.requests(), self.reports.holders())
 
     def _about(self, found: LedgerStatistics, live: str) -> str:

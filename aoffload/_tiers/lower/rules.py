@@ -111,30 +111,36 @@ class LowerStores:
         host = self._host
         return (host.num_evicted - host.pool.num_free) // self.watermark.step, self._there.num_resets
 
-    def plan_flush(self, most: int) -> list[Job]:
+    def plan_flush(self, most: int, ceiling_of: Callable[[Run], tuple[int, int]] | None = None) -> list[Job]:
         """Store at most `most` blocks that the tier lacks, the most recently used first. Only blocks that fit into the
-        tier together are stored, so no call evicts a block that an earlier call has stored."""
+        tier together are stored, so no call evicts a block that an earlier call has stored. `ceiling_of`: the account
+        of a run, and the blocks that fit into the tier of that account."""
         parts = list(self._host.order)[::-1]
-        stops = self._stops_that_fit(parts)
+        stops = self._stops_that_fit(parts, ceiling_of)
 
         def wanted(run: Run) -> int:
             return min(self._whole_stop(run), stops.get(run, run.start))
 
         return self.watermark.store(self.watermark.lacking(parts, NO_LIMIT, wanted), wanted, most)
 
-    def _stops_that_fit(self, parts: list[Part]) -> dict[Run, int]:
+    def _stops_that_fit(
+        self, parts: list[Part], ceiling_of: Callable[[Run], tuple[int, int]] | None
+    ) -> dict[Run, int]:
         """For each run of `parts`, the unit up to which the tier can hold it. Runs on their way to the tier come first:
         they are pinned, so no eviction order has them."""
         jobs = [job for job in self.watermark.jobs.unsettled.values() if job.plan.destination is self._there.tier]
         runs = [run for job in jobs for run in job.run.path()] + [part.run for part in parts]
-        stops, left = dict[Run, int](), self._there.capacity
+        stops, left, width = dict[Run, int](), self._there.capacity, self.watermark.cache.layout.width
+        own = dict[int, int]()
         for run in dict.fromkeys(runs):
             num_blocks = sum(self._num_held(part) for part in run.parts_in(self._host.tier))
+            number, ceiling = (0, left) if ceiling_of is None else ceiling_of(run)
+            fits = min(left, own.setdefault(number, ceiling))
+            stops[run] = run.stop if num_blocks <= fits else run.start + fits // width  # the end is evicted first
             if num_blocks > left:
-                stops[run] = run.start + left // self.watermark.cache.layout.width  # the end is evicted first
                 break
-            stops[run] = run.stop
-            left -= num_blocks
+            taken = min(num_blocks, fits)
+            left, own[number] = left - taken, own[number] - num_blocks if num_blocks <= fits else 0
         return stops
 
     def _num_held(self, part: Part) -> int:
