@@ -43,6 +43,10 @@ class Share:
     is_cut: bool = False
     """Whether the last store of the account was cut."""
 
+    def num_left(self) -> int:
+        """Blocks that the account may take before it is at its ceiling. Negative if it is above its ceiling."""
+        return self.ceiling - self.num_cached - self.num_pending
+
     def num_above(self) -> int:
         """Blocks that the account may lose before it is at its floor. Blocks of copies under way do not count, because
         the copies may fail."""

@@ -187,10 +187,16 @@ class QuotaAccounts(LedgerExtension):
         """Blocks of the host that pins of the account of `run` may hold. None: no limit of its own."""
         return self._accounts[self.number_of(run)].max_pinned
 
-    def ceiling_of(self, tier: Tier, run: Run) -> tuple[int, int]:
-        """The number of the account of `run`, and its ceiling in `tier`."""
-        number = self.number_of(run)
-        return number, self._shares[tier][number].ceiling
+    def ceiling(self, tier: Tier, number: int) -> int:
+        """Blocks of `tier` that the account may hold."""
+        shares = self._shares.get(tier)
+        return self._cache.tiers[tier].capacity if shares is None else shares[number].ceiling
+
+    def num_left(self, tier: Tier, number: int) -> int:
+        """Blocks of `tier` that the account may store without evicting its own."""
+        self._count_pending()
+        shares = self._shares.get(tier)
+        return self.ceiling(tier, number) if shares is None else shares[number].num_left()
 
     def _recognise(self, root: Root) -> None:
         """Move restored runs with the digest of `root` to the account of its salt."""
@@ -282,7 +288,7 @@ class QuotaAccounts(LedgerExtension):
         granted, limit = num_units, ""
         if tier is Tier.DISK and (writable := self._num_writable(account)) is not None and writable < granted * width:
             granted, limit = writable // width, "daily_writes"
-        left = share.ceiling - share.num_cached - share.num_pending
+        left = share.num_left()
         if left < granted * width:
             num_evictable = self._num_evictable(tier, number, granted * width - left)
             if left + num_evictable < granted * width:

@@ -88,9 +88,7 @@ class QuotaLaws:
             return
         for key, num_blocks in below.items():
             tier, number = key
-            has_ceiling = self._ceilings[tier][number] < self._ledger.cache.tiers[tier].pool.num_blocks
-            own = self._replaced[key] - before[key] if has_ceiling else 0  # a ceiling lets it replace its own blocks
-            if num_blocks > own:
+            if num_blocks > self._replaced[key] - before[key]:  # at its ceiling, it replaces its own blocks
                 about = f"{num_blocks} blocks of account {number} below its floor in {tier.name}"
                 raise Violation("a floor", f"{call} has evicted {about}, and another account was above its floor")
         pending = Counter(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from functools import partial
 
 from ..._common.arguments import check_bool, check_int
 from ..._common.tiers import Tier
 from ..._config.tiers import DiskTier
-from ..._extensions.quotas import QuotaAccounts
 from ..._extensions.store_policies import RequestCounts
 from ..._kernel.base import CacheBase
 from ..._kernel.extension import Build, LedgerExtension
@@ -70,9 +68,7 @@ class DiskExtension(LedgerExtension):
         """Plan stores to disk of the blocks in the host, at most `max_blocks` blocks, the most recently used first."""
         self._ledger.hooks.refuse_verb()
         check_int("max_blocks", max_blocks, 0)
-        accounts = self._ledger.find(QuotaAccounts)
-        ceiling_of = None if accounts is None else partial(accounts.ceiling_of, Tier.DISK)
-        return self._planned(self._stores.plan_flush(max_blocks, ceiling_of))
+        return self._planned(self._stores.plan_flush(max_blocks))
 
     def _planned(self, jobs: list[Job]) -> tuple[TransferPlan, ...]:
         if jobs:
