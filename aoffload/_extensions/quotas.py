@@ -17,8 +17,8 @@ A floor is a preference of the order, and no promise: `num_available` counts the
 no account above its floor has an evictable block, the oldest of all blocks is evicted.
 
 **After a restart**, the disk restores blocks that name the digest of their root, and not its salt. They count for the
-default account until a request with that root comes. Then they move to its account, which may be above its ceiling until
-its next store.
+default account until a request with that root comes. Then they move to the account of its salt, which may be above its
+ceiling until its next store.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from .._extensions.assembly import AnyLedger, check_ledger
 from .._extensions.overlap import OverlapMoved, OverlapState
 from .._extensions.pins import PinMoved, PinState
 from .._extensions.prefetch import Demotion, Prefetch
+from .._extensions.quotas import QuotaLeft, QuotaReached
 from .._extensions.status import SlowStep, SlowWait
 from .._extensions.transfers import CacheTransferMoved, CacheTransferState, Fetch
 from .._host_cache.events import LoadsPaused, LoadsResumed
@@ -272,6 +273,10 @@ WRITERS: dict[type[Event], Callable[[Any, Any], None]] = {
     StepEnded: lambda log, event: log.debug("step_ended", step_id=event.step.step_id, over=list(event.over)),
     ExtensionRefused: _extension_refused,
     EvictionSwitched: _eviction_switched,
+    QuotaReached: lambda log, event: log.info(
+        "quota_reached", account=event.account, tier=event.tier.name.lower(), limit=event.limit
+    ),
+    QuotaLeft: lambda log, event: log.info("quota_left", account=event.account, tier=event.tier.name.lower()),
     HintGiven: lambda log, event: log.debug(
         "hint_given", hint_id=event.hint_id, category=event.category, num_tokens=event.num_tokens
     ),

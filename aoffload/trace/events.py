@@ -157,6 +157,8 @@ class Kind(enum.Enum):
     EVICTION = "eviction"
     """A tier with learned eviction uses another order."""
     HINT = "hint"
+    QUOTA = "quota"
+    """A quota begins or ceases to cut the stores of a tenant."""
     TIER = "tier"
     """A tier below host memory: opened, or read back."""
     PIN = "pin"
@@ -218,6 +220,8 @@ def _meanings() -> dict[str, Meaning]:
         "remote_opened": Meaning(Kind.TIER, "remote"),
         "fetch_skipped": Meaning(Kind.SKIPPED_FETCH, "skipped"),
         "eviction_switched": Meaning(Kind.EVICTION, "switched"),
+        "quota_reached": Meaning(Kind.QUOTA, "reached"),
+        "quota_left": Meaning(Kind.QUOTA, "left"),
         "hint_given": Meaning(Kind.HINT, "given"),
         "hint_ended": Meaning(Kind.HINT, "ended"),
         "fetch_declined": Meaning(Kind.DECLINED, "fetch"),

@@ -65,8 +65,7 @@ class QuotaLaws:
         for part in self._ledger.cache.tiers[tier].order:
             first.setdefault(self._number_of(part.run), part)
         return any(
-            number != mine and self._held[tier, number] - floors[number] >= part.width
-            for number, part in first.items()
+            number != mine and self._held[tier, number] - floors[number] >= part.width for number, part in first.items()
         )
 
     def all_cleared(self, epoch: int) -> None:

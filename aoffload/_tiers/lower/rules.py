@@ -209,6 +209,7 @@ def stores_to(ledger: CacheBase, tier: Tier, counts: RequestCounts | None = None
     # The step skips scans after small changes, because a scan for blocks that were requested twice walks the host's
     # eviction order.
     return LowerStores(
-        EvictionWatermark(cache, jobs, down, most, ledger.layout.components, max(1, most // STEPS)), counts,
+        EvictionWatermark(cache, jobs, down, most, ledger.layout.components, max(1, most // STEPS)),
+        counts,
         lambda: ledger.find(QuotaAccounts),
     )
