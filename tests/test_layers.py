@@ -44,7 +44,7 @@ them."""
 LONELY_BASES = {
     "CacheTransfers": "what a `HostCache` has of them; a `Ledger` has prefetches and demotions, too",
     "CoreLedger": "the kernel alone; `Ledger` puts the features beside it",
-    "LeastRecentlyUsed": "learned eviction has several such lists, and numbers their uses itself",
+    "EvictionOrder": "a protocol: the orders of tenants are compared, too",
     "Pins": "quotas bound the pins of each tenant, too",
     "LedgerRequest": "a request of a `HostCache` has more",
     "DevicePool": "a protocol: a restart takes slots of a disk by their ids, too",
@@ -235,6 +235,7 @@ def _only_sets(method: ast.FunctionDef) -> bool:
 RECORDS = ("_kernel.records",)
 CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 WRITTEN_BY_FEATURES = {
+    "_eviction.accounts": "last_use",
     "_eviction.counts": "before key num_after start tokens",
     "_eviction.learned": "last_use rank",
     "_extensions.forks": (

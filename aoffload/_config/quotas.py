@@ -73,8 +73,9 @@ class Quota:
 
     def scaled(self, share: Fraction) -> Quota:
         """The quota with its sizes in host memory multiplied by `share`."""
-        found = {key: self.num_bytes(key) for key in ("host_floor", "host_ceiling", "pinned")}
-        return attrs.evolve(self, **{key: None if size is None else int(size * share) for key, size in found.items()})
+        sizes = {key: self.num_bytes(key) for key in ("host_floor", "host_ceiling", "pinned")}
+        found: dict[str, Any] = {key: None if size is None else int(size * share) for key, size in sizes.items()}
+        return attrs.evolve(self, **found)
 
 
 def _salts(value: Any) -> Mapping[Salt, Quota]:

@@ -3,8 +3,8 @@
 The account of a run follows from the `cache_salt` of its root. The index keeps the root of a run at every split and
 merge, so a watcher that hears of each block that becomes cached, or is no longer cached, counts exactly.
 
-All copies to the host and the disk get their blocks in one place, `Stores.store`, whether they store, demote, preempt or
-fetch. It asks how many units it may bring (`ask_take`). The answer follows from three rules, in this order:
+All copies to the host and the disk get their blocks in one place, `Stores.store`, whether they store, demote, preempt
+or fetch. It asks how many units it may bring (`ask_take`). The answer follows from three rules, in this order:
 
     daily writes   the disk takes no more for the account than its budget has left
     ceiling        what the account holds, what copies under way bring for it, and what is asked for stay at or below
@@ -316,7 +316,7 @@ class QuotaAccounts(LedgerExtension):
         share, order = self._shares[tier][number], self._order(tier)
         while num_blocks > 0 and (part := order.oldest_of(number)) is not None:
             num_units = min(-(-num_blocks // part.width), part.stop - part.first)
-            self._cache.evict(part, num_units)
+            self._evict(part, num_units)
             share.num_replaced += num_units * part.width
             num_blocks -= num_units * part.width
 
@@ -328,11 +328,15 @@ class QuotaAccounts(LedgerExtension):
             assert part is not None, "more blocks than `num_available`"
             num_units = min(-(-short // part.width), order.num_evictable(part))
             loser = shares[self.number_of(part.run)]
-            self._cache.evict(part, num_units)
+            self._evict(part, num_units)
             if loser is taker:
                 loser.num_replaced += num_units * part.width
             else:
                 loser.num_evicted += num_units * part.width
+
+    def _evict(self, part: Part, num_units: int) -> None:
+        self._cache.tiers[part.tier].evict(part, num_units)
+        self._cache.tidy(part.run)
 
     # -- reports --------------------------------------------------------------------------------------------------
 

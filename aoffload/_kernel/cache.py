@@ -463,15 +463,9 @@ class PrefixCache:
         while (short := num_blocks - blocks.pool.num_free) > 0:
             part = blocks.order.oldest()
             assert part is not None, "more blocks than `num_available`"
-            self.evict(part, min(-(-short // part.width), part.stop - part.first))
+            blocks.evict(part, min(-(-short // part.width), part.stop - part.first))
+            self.tidy(part.run)
         return blocks.pool.take(num_blocks)
-
-    def evict(self, part: Part, num_units: int) -> None:
-        """Free the blocks of the last `num_units` of `part`, which no lease pins, because others need the blocks."""
-        blocks = self.tiers[part.tier]
-        blocks.trim(part, num_units)
-        blocks.num_evicted += num_units * part.width
-        self.tidy(part.run)
 
     def give(self, tier: Tier, block_ids: array[int]) -> None:
         if block_ids:

@@ -145,9 +145,9 @@ class LedgerExtension:
 
     def ask_take(self, tier: Tier, run: Run, component: Component, num_units: int) -> int:
         """How many of `num_units` units of `component` a copy to `tier`, which is below the device, may bring to the
-        path of `run`. Leases protect that path. The hook may evict unpinned parts of `tier` (`PrefixCache.evict`). If
-        it does not, the kernel evicts the blocks that are missing. Units that are not granted count as skipped
-        (`StoreSkipped`)."""
+        path of `run`. Leases protect that path. The hook may evict unpinned parts of `tier` (`TierBlocks.evict`, then
+        `PrefixCache.tidy`). If it does not, the kernel evicts the blocks that are missing. Units that are not granted
+        count as skipped (`StoreSkipped`)."""
         raise NotImplementedError
 
     def ask_deferred(self, run: Run, stop: int) -> bool:

@@ -487,7 +487,7 @@ class Stores:
             reason = f"{self.destination.name.lower()}_full"
             self.moves.note(StoreSkipped(request, (wanted - fit) * component.width, reason))
         if granted < num_units:
-            self.moves.note(StoreSkipped(request, (num_units - granted) * component.width, "quota"))
+            self.moves.note(StoreSkipped(request, (num_units - granted) * component.width, "refused"))
         if not is_pin_taken:
             self.cache.release(pin)
         return jobs

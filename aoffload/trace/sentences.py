@@ -27,7 +27,7 @@ SKIPPED = {
     "custom_full": "the custom tier was full",
     "disk_full": "the disk was full",
     "evicted": "the host evicts what live requests store",
-    "quota": "the tenant's quota allowed no more",
+    "refused": "the tenant's quota, or an extension, allowed no more",
 }
 
 _STORAGE = {"disk": "the disk", "remote": "the remote store"}

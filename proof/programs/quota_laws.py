@@ -21,9 +21,9 @@ class QuotaLaws:
 
     def __init__(self, ledger: AnyLedger, shapes: tuple[QuotaShape, ...]) -> None:
         self._ledger = ledger
-        self._salts = {salt: number for number, salt in enumerate(TENANTS) if salt is not None}
+        self._salts: dict[str | bytes | None, int] = {salt: number for number, salt in enumerate(TENANTS)}
         sizes = {tier.tier: tier.pool.num_blocks for tier in ledger.cache.tiers}
-        self._floors = {
+        self._floors: dict[Tier, list[int]] = {
             tier: [shape.floor(tier) or 0 for shape in shapes] for tier in (Tier.HOST, Tier.DISK) if tier in sizes
         }
         self._ceilings = {

@@ -65,7 +65,7 @@ _OUTCOMES = tuple(outcome.value for outcome in Outcome)
 _RULES = tuple(rule.value for rule in EvictionRule)
 _SKIPPED = (
     *(f"{row.tier.name.lower()}_full" for row in TIERS if row.is_indexed and row.above is not None),
-    "in_flight", "evicted", "quota", "other",
+    "in_flight", "evicted", "refused", "other",
 )  # fmt: skip
 _STATE, _TIER, _BELOW = {"state": _STAYS}, {"tier": _TIERS}, {"tier": LOWER}
 _BLOCK_STATES = {"state": ("free", "cached", "pinned", "quarantined")}
