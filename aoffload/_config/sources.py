@@ -106,9 +106,8 @@ def _quota(name: str, value: object, origin: str) -> Quota:
     if not isinstance(value, dict):
         raise ConfigError(f"quotas.{name}", f"must be a table with some of {', '.join(QUOTA_KEYS)} ({origin})")
     table = _table(f"quotas.{name}", value, QUOTA_KEYS, (), origin)
-    return _made(
-        f"quotas.{name}", origin, lambda: Quota(**{key: None if of == NONE else of for key, of in table.items()})
-    )
+    sizes: dict[str, Any] = {key: None if size == NONE else size for key, size in table.items()}
+    return _made(f"quotas.{name}", origin, lambda: Quota(**sizes))
 
 
 def _toml(path: object, argument: str) -> dict[str, Any]:

@@ -132,8 +132,8 @@ class AccountOrder:
     def num_evictable(self, part: Part) -> int:
         """Units of `part`, the oldest one, that may be evicted before `oldest` has to be asked again: an account above
         its floor loses no unit that would take it below the floor."""
-        num_units = part.stop - part.first
-        return min(num_units, self._shares[self._number_of(part.run)].num_above() // part.width) or num_units
+        num_units, above = part.stop - part.first, self._shares[self._number_of(part.run)].num_above()
+        return min(num_units, above // part.width) or num_units
 
     def __iter__(self) -> Iterator[Part]:
         """The parts in the order in which they would be evicted if nothing else changed."""

@@ -40,7 +40,8 @@ PASSED_ON = ("ask_admit", "ask_commit", "report_job")
 """Hooks that refuse a call by raising: the caller gets the error itself."""
 ENGINE_HOOKS = (
     "ask_admit", "ask_store_stop", "ask_take", "ask_next_lapse", "on_admitted", "on_matched", "on_finishing",
-    "on_leaving", "on_released", "on_job_settled", "on_withdrawn", "on_invalidated", "on_resetting", "on_reset", "on_lapse",
+    "on_leaving", "on_released", "on_job_settled", "on_withdrawn", "on_invalidated", "on_resetting", "on_reset",
+    "on_lapse",
 )  # fmt: skip
 """The hooks that a `HostCache` calls."""
 
