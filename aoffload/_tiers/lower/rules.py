@@ -155,8 +155,8 @@ class LowerStores:
             stops[run] = run.stop if num_blocks <= fits else run.start + fits // width  # the end is evicted first
             if num_blocks > left:
                 break
-            taken = min(num_blocks, fits)
-            left, own[number] = left - taken, own[number] - num_blocks if num_blocks <= fits else 0
+            left -= min(num_blocks, fits)
+            own[number] = max(0, own[number] - num_blocks)
         return stops
 
     def _num_held(self, part: Part) -> int:
