@@ -16,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
 
 from .._kernel.pools import LeastRecentlyUsed
-from .._kernel.protocols import EvictionOrder
+from .._kernel.protocols import ComparedOrder
 from .._kernel.records import Part, Run
 
 
@@ -51,14 +50,6 @@ class Share:
         """Blocks that the account may lose before it is at its floor. Blocks of copies under way do not count, because
         the copies may fail."""
         return max(0, self.num_cached - self.floor)
-
-
-class ComparedOrder(EvictionOrder, Protocol):
-    """An order whose parts can be compared with those of another order of its kind."""
-
-    def goes_first(self, part: Part, other: Part) -> bool:
-        """Whether `part` is evicted before `other`, which is in another order of this kind."""
-        ...
 
 
 class SharedUses(LeastRecentlyUsed):
