@@ -6,6 +6,7 @@ errors; and the results of pins, prefetches, fetches and demotions. Importing th
 
 from ._common.prefix import Prefix, Root
 from ._config.groups import AttentionKind
+from ._config.quotas import Quota, Quotas
 from ._config.tiers import LearnedEviction
 from ._eviction.status import (
     BucketStatistics,
@@ -20,6 +21,7 @@ from ._extensions.load_choice import CostChoice, Loadable, LoadChoice, LoadOffer
 from ._extensions.overlap import LoadOverlap, OverlapMoved, OverlapState
 from ._extensions.pins import Pin, PinMoved, PinState
 from ._extensions.prefetch import Demotion, Prefetch
+from ._extensions.quotas import AccountStatistics, AccountTier, QuotaAccounts, QuotaLeft, QuotaReached
 from ._extensions.status import Holder, RequestStatus, SlowStep, SlowWait, WaitsFor
 from ._extensions.store_policies import StorePolicy
 from ._extensions.transfers import CacheTransfer, CacheTransferMoved, CacheTransferState, Fetch
@@ -69,6 +71,8 @@ from ._transfer.copy_queue import CopyQueue, Launches
 from .errors import ExtensionError, IllegalTransition, LeaseError
 
 __all__ = [
+    "AccountStatistics",
+    "AccountTier",
     "AnyLedger",
     "Answer",
     "AttentionKind",
@@ -133,6 +137,11 @@ __all__ = [
     "PinState",
     "Prefetch",
     "Prefix",
+    "Quota",
+    "QuotaAccounts",
+    "QuotaLeft",
+    "QuotaReached",
+    "Quotas",
     "RemoteCounts",
     "RequestCancelled",
     "RequestMoved",

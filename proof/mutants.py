@@ -28,6 +28,7 @@ from .mutants_model_loading import MODEL_LOADING_MUTANTS
 from .mutants_overlap import OVERLAP_MUTANTS
 from .mutants_pins import PIN_MUTANTS
 from .mutants_policies import POLICY_MUTANTS
+from .mutants_quotas import QUOTA_MUTANTS
 from .mutants_remote import REMOTE_CORE_MUTANTS
 from .mutants_remote_regressions import REMOTE_REGRESSION_MUTANTS
 from .mutants_remote_shell import REMOTE_SHELL_MUTANTS
@@ -55,4 +56,5 @@ MUTANTS: tuple[Mutant, ...] = (
     + REMOTE_CORE_MUTANTS + REMOTE_SHELL_MUTANTS + REMOTE_STORE_MUTANTS + EXTENSION_MUTANTS + TIER_REPORT_MUTANTS
     + SHELL_MUTANTS + DIAGNOSIS_MUTANTS + SUBMISSION_MUTANTS + TRANSFER_MUTANTS + VLLM_MUTANTS + WINDOW_MUTANTS
     + LAYOUT_MUTANTS + DRAFT_MUTANTS + WEIGHTS_MUTANTS
+    + LAYOUT_MUTANTS + DRAFT_MUTANTS + QUOTA_MUTANTS
 )  # fmt: skip

@@ -79,8 +79,8 @@ _STORES = (
         OF_STORES + "a_flush_writes_each_block_once",
         "disk: a flush that goes round with what does not fit whole",
         STORES,
-        "                stops[run] = run.start + left // self.watermark.cache.layout.width",
-        "                stops[run] = run.stop",
+        "            stops[run] = run.stop if num_blocks <= fits else run.start + fits // width",
+        "            stops[run] = run.stop",
         "a flush writes each block once",
     ),
     _met_by(
@@ -95,8 +95,8 @@ _STORES = (
         OF_STORES + "a_budget_cuts_the_end_off_not_the_front",
         "disk: a budget that is spent twice",
         "aoffload._kernel.jobs",
-        "fitting(start, stop, fit if fit < allowed else allowed)",
-        "fitting(start, stop, fit)",
+        "num_units = min(wanted, fit, allowed)",
+        "num_units = min(wanted, fit)",
         "no more is written than was allowed",
     ),
     _met_by(

@@ -9,6 +9,7 @@ import attrs
 import pytest
 
 from aoffload import ChunkedLocal, ConfigError, DiskTier, FullAttention, KVCacheGroup, OffloadConfig, SlidingWindow
+from aoffload.ledger import Quota, Quotas
 
 GROUPS = (
     KVCacheGroup("full", FullAttention(), 32),
@@ -45,7 +46,7 @@ OTHERS: dict[str, Any] = {
     "max_quarantined_share": 0.3,
 }
 """For each field a value that it does not have by default."""
-FIELDS = [field.name for field in attrs.fields(OffloadConfig) if field.name not in ("disk", "remote")]
+FIELDS = [field.name for field in attrs.fields(OffloadConfig) if field.name not in ("disk", "remote", "quotas")]
 LEAST = 'num_host_blocks = 4\n[[groups]]\nname = "full"\n'
 
 each_field = pytest.mark.parametrize("name", FIELDS)
@@ -321,3 +322,52 @@ def test_what_is_wrong_with_a_remote_store_is_named(argument: str, text: str) ->
         OffloadConfig.from_env(variables)
     assert refusal.value.argument == argument
     assert "password" not in str(refusal.value)
+
+
+SALTS = """
+[default]
+host_ceiling = "1GiB"
+[salts.secret-a]
+name = "team-a"
+host_floor = "2GiB"
+pinned = "none"
+[salts.secret-b]
+daily_writes = 5
+"""
+
+
+def test_quotas_are_a_table_or_a_file_of_their_own(tmp_path: Path) -> None:
+    """A file of their own, because salts are secrets, and others may read the configuration."""
+    (tmp_path / "salts").write_text(SALTS)
+    (tmp_path / "config").write_text(f"{LEAST}[quotas]\nfile = {str(tmp_path / 'salts')!r}\n")
+    text = """{default = {host_ceiling = "1GiB"}, salts = {secret-b = {daily_writes = 5}}}"""
+    wanted = Quotas(
+        {"secret-a": Quota(name="team-a", host_floor="2GiB"), "secret-b": Quota(daily_writes=5)},
+        Quota(host_ceiling="1GiB"),
+    )
+    assert OffloadConfig.from_file(tmp_path / "config").quotas == wanted
+    variables = {"AOFFLOAD_NUM_HOST_BLOCKS": "4", "AOFFLOAD_GROUPS": '[{name = "full"}]', "AOFFLOAD_QUOTAS": text}
+    found = OffloadConfig.from_env(variables)
+    assert found.quotas == Quotas({"secret-b": Quota(daily_writes=5)}, Quota(host_ceiling="1GiB"))
+    assert "secret" not in repr(found)
+    assert OffloadConfig.from_env(variables | {"AOFFLOAD_QUOTAS": "none"}).quotas is None
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("quotas", "7"), ("quotas", '"secret"'), ("quotas", "{secret = {host_floor = 1}}"),
+        ("quotas.salts", "{salts = 3}"), ("quotas.salts[1]", "{salts = {secret = 3}}"),
+        ("quotas.salts[1].floor", "{salts = {secret = {floor = 3}}}"),
+        ("quotas.salts[2].pinned", "{salts = {a = {}, secret = {pinned = true}}}"),
+        ("quotas.default.host_floor", "{default = {host_floor = 2, host_ceiling = 1}}"),
+        ("quotas", '{file = "/nowhere", default = {}}'), ("quotas.file", '{file = "/nowhere"}'),
+        ("quotas.file", "{file = 3}"), ("quotas.salts", '{salts = {secret = {name = "secret"}}}'),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_quotas_is_named_without_a_salt(argument: str, text: str) -> None:
+    variables = {"AOFFLOAD_NUM_HOST_BLOCKS": "4", "AOFFLOAD_GROUPS": '[{name = "full"}]', "AOFFLOAD_QUOTAS": text}
+    with pytest.raises(ConfigError) as refusal:
+        OffloadConfig.from_env(variables)
+    assert refusal.value.argument == argument
+    assert "secret" not in str(refusal.value)

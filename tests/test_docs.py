@@ -54,7 +54,8 @@ TUTORIAL, OWN_ENGINE = DOCS / "tutorial.md", ROOT / "examples/own_engine.py"
 OF_ROOMS = {
     "fetches.transfers", "invalidation.forget", "invalidation.has_read", "invalidation.keep", "invalidation.remember",
     "pins.end_all", "preemption.may_preempt", "reports.fetching", "reports.num_fetching", "reports.oldest_by_state",
-    "reports.oldest_step_s", "reports.oldest_wait_s", "reports.step", "reports.steps", "reports.wait_for_room",
+    "quotas.all_cleared", "quotas.ceiling", "quotas.max_pinned", "quotas.num_left",
+    "quotas.part_changed", "reports.oldest_step_s", "reports.oldest_wait_s", "reports.step", "reports.steps", "reports.wait_for_room",
     "transfers.begin", "transfers.hit_of", "transfers.new_request", "transfers.over", "transfers.wait_for_jobs",
     "weights.begin_again", "weights.is_findable", "weights.root_of",
 }  # fmt: skip

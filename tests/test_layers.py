@@ -15,7 +15,7 @@ FLOORS = (
     "errors _common",
     "_config _tiers.remote.clients",
     "_kernel",
-    "_extensions _eviction _tiers.fetch.rules"
+    "_extensions _eviction _tiers.fetch.rules _tiers.write_rate"
     " _tiers.lower.rules _tiers.lower.extension"
     " _tiers.disk.plans _tiers.disk.rules _tiers.disk.rules _tiers.disk.extension"
     " _tiers.remote.plans _tiers.remote.rules _tiers.remote.extension",
@@ -23,7 +23,7 @@ FLOORS = (
     "_host_cache",
     "_transfer _tiers",
     "_observe",
-    "_runtime _tiers.write_rate _tiers.disk.loop _tiers.lower.loop _tiers.remote.loop _tiers.fetch.loop",
+    "_runtime _tiers.disk.loop _tiers.lower.loop _tiers.remote.loop _tiers.fetch.loop",
     "ledger host_cache transport ranks cuda stores",
     "demo testing trace top plan _vllm _reference _observe.metrics _observe.kv_events integrations metrics kv_events",
     "__main__",
@@ -44,7 +44,8 @@ them."""
 LONELY_BASES = {
     "CacheTransfers": "what a `HostCache` has of them; a `Ledger` has prefetches and demotions, too",
     "CoreLedger": "the kernel alone; `Ledger` puts the features beside it",
-    "LeastRecentlyUsed": "learned eviction has several such lists, and numbers their uses itself",
+    "EvictionOrder": "a protocol: the orders of tenants are compared, too",
+    "Pins": "quotas bound the pins of each tenant, too",
     "LedgerRequest": "a request of a `HostCache` has more",
     "DevicePool": "a protocol: a restart takes slots of a disk by their ids, too",
     "EngineBlocks": "a protocol: an engine may also find blocks by their tokens",
@@ -234,6 +235,7 @@ def _only_sets(method: ast.FunctionDef) -> bool:
 RECORDS = ("_kernel.records",)
 CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 WRITTEN_BY_FEATURES = {
+    "_eviction.accounts": "last_use",
     "_eviction.counts": "before key num_after start tokens",
     "_eviction.learned": "last_use rank",
     "_extensions.forks": (

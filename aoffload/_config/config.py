@@ -14,6 +14,7 @@ from .._common.arguments import as_tuple, check_has, check_int, number_of, shown
 from .._common.prefix import check_epoch
 from ..errors import ConfigError, InvalidArgument
 from .groups import shortest_hit
+from .quotas import Quotas
 from .sources import read_environment, read_file
 from .tiers import DiskTier, RemoteTier, check_eviction, parse_bytes
 
@@ -120,6 +121,11 @@ def _kind_or_none(kind: type[DiskTier] | type[RemoteTier]) -> Any:
     return check
 
 
+def _quotas_or_none(_: object, attribute: Any, value: object) -> None:
+    if value is not None and not isinstance(value, Quotas):
+        raise ConfigError(attribute.name, f"must be Quotas or None, got a {type(value).__name__}")  # it may have salts
+
+
 def _as_tuple(groups: Iterable[GroupLike]) -> tuple[GroupLike, ...]:
     found = as_tuple("groups", groups, "KVCacheGroup", ConfigError)
     for group in found:
@@ -196,6 +202,8 @@ class OffloadConfig:
     Needs a `namespace`, and groups with full attention."""
     max_quarantined_share: float = attrs.field(default=0.25, validator=_share)
     """With a `HostCache`: share of the engine's blocks in quarantine above which nothing is loaded any more."""
+    quotas: Quotas | None = attrs.field(default=None, validator=_quotas_or_none)
+    """Floors and ceilings of tenants in the host and on the disk, by `cache_salt`. None: all share everything."""
 
     def __attrs_post_init__(self) -> None:
         if not self.groups:
@@ -213,6 +221,8 @@ class OffloadConfig:
             raise ConfigError("namespace", "is empty: with a remote store, it has to name weights, revision and dtype")
         if self.num_host_blocks == 0 and (self.disk is not None or self.remote is not None):
             raise ConfigError("num_host_blocks", "is 0: blocks of a disk or a remote store pass through host memory")
+        if self.quotas is not None and callable(self.eviction):
+            raise ConfigError("quotas", "need the eviction 'lru' or 'learned', and not an order of the program's own")
         for name in ("host_bytes", "max_bytes_in_flight", "max_job_bytes"):
             if getattr(self, name) is not None or name == "max_job_bytes":
                 parse_bytes(name, getattr(self, name))

@@ -4,8 +4,9 @@ A setting has the name of its field in all of them; a variable has it in capital
 replaces the settings of an earlier one: first the file, then variables, then arguments. An error names the setting and
 the source that it was read from.
 
-`disk` and `remote` are tables. A secret must not be in a file with other settings or in a variable, because others may
-read these. `secret_file` names a file that contains only the secret.
+`disk`, `remote` and `quotas` are tables. A secret must not be in a file with other settings or in a variable, because
+others may read these. `secret_file` names a file that contains only the secret. `file` of `quotas` names a file that
+contains only the quotas, because the salts of tenants are secrets.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .._common.arguments import shown
 from .._tiers.remote.clients.redis import RedisClusterStore, RedisStore
 from ..errors import ConfigError
 from .groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from .quotas import SIZES, Quota, Quotas
 from .tiers import DiskTier, ObjectStore, RemoteTier
 
 NONE = "none"
@@ -30,6 +32,8 @@ DISK_KEYS = ("path", "size", "daily_writes", "close_flush_s", "open_timeout_s")
 REMOTE_KEYS = (
     "url", "secret_file", "ask_timeout_s", "load_timeout_s", "store_timeout_s", "max_write_rate", "cell_bytes",
 )  # fmt: skip
+QUOTAS_KEYS = ("salts", "default", "file")
+QUOTA_KEYS = ("name", *SIZES)
 CLUSTER = "+cluster"
 """Suffix of the scheme of a URL: a cluster of such servers."""
 STORES: dict[str, Callable[[str], ObjectStore]] = {
@@ -81,6 +85,44 @@ def secret_in(path: object) -> bytes | None:
         raise ConfigError("secret_file", f"cannot read {shown(path)}: {reason}") from error
 
 
+def quotas_from_table(value: object, origin: str) -> Quotas:
+    """The quotas of a table: `salts`, a table of quotas by salt, and `default`; or `file`, the path of a TOML file that
+    has these two, because others may read the table and must not see the salts. No error shows a salt."""
+    table, keys = value, set(QUOTAS_KEYS)
+    if isinstance(table, dict) and list(table) == ["file"]:
+        origin, keys = str(table["file"]), set(QUOTAS_KEYS[:2])
+        table = _toml(table["file"], "quotas.file")
+    if not isinstance(table, dict) or not table.keys() <= keys or "file" in table:
+        raise ConfigError("quotas", f"must be a table with {' and '.join(QUOTAS_KEYS[:2])}, or with file ({origin})")
+    salts = table.get("salts", {})
+    if not isinstance(salts, dict):
+        raise ConfigError("quotas.salts", f"must be a table with a quota for each salt ({origin})")
+    default = _quota("default", table.get("default", {}), origin)
+    quotas = {salt: _quota(f"salts[{number}]", of, origin) for number, (salt, of) in enumerate(salts.items(), 1)}
+    return _made("quotas", origin, lambda: Quotas(quotas, default))
+
+
+def _quota(name: str, value: object, origin: str) -> Quota:
+    if not isinstance(value, dict):
+        raise ConfigError(f"quotas.{name}", f"must be a table with some of {', '.join(QUOTA_KEYS)} ({origin})")
+    table = _table(f"quotas.{name}", value, QUOTA_KEYS, (), origin)
+    sizes: dict[str, Any] = {key: None if size == NONE else size for key, size in table.items()}
+    return _made(f"quotas.{name}", origin, lambda: Quota(**sizes))
+
+
+def _toml(path: object, argument: str) -> dict[str, Any]:
+    """The content of the TOML file `path`."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(argument, f"must be the path of a TOML file, got {shown(path)}")
+    name = os.fsdecode(path)
+    try:
+        return tomllib.loads(Path(name).read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(argument, f"cannot read {name}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or a path with a null byte
+        raise ConfigError(argument, f"{name!r} is no TOML file: {error}") from error
+
+
 def _table(name: str, value: object, keys: Sequence[str], required: Sequence[str], origin: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(name, f"must be a table with {' and '.join(required)}, got {shown(value)} ({origin})")
@@ -108,8 +150,10 @@ KEY_VARIABLE = "AOFFLOAD_API_KEY"
 HOST_POOL = {"num_host_blocks", "host_bytes"}
 """Two names for the size of the host pool: a later source that has one of them replaces the other, too."""
 GROUP_KEYS = ("name", "block_size", "window", "chunk")
-TABLES = {"disk": disk_from_table, "remote": remote_from_table}
-"""Settings that are tiers, each a table."""
+TABLES: dict[str, Callable[[object, str], object]] = {
+    "disk": disk_from_table, "remote": remote_from_table, "quotas": quotas_from_table,
+}  # fmt: skip
+"""Settings that are tables."""
 NAMES = ("store_policy", "eviction", "load_choice")
 """Settings that also take objects, which only a program can give."""
 
@@ -147,15 +191,7 @@ class Settings:
 
 def read_file(path: object, kind: type[Any], argument: str = "path") -> Settings:
     """The settings in a TOML file, whose keys are the fields of `kind`."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise ConfigError(argument, f"must be the path of a TOML file, got {shown(path)}")
-    name = os.fsdecode(path)
-    try:
-        found = tomllib.loads(Path(name).read_bytes().decode())
-    except OSError as error:
-        raise ConfigError(argument, f"cannot read {name}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or a path with a null byte
-        raise ConfigError(argument, f"{name!r} is no TOML file: {error}") from error
+    found, name = _toml(path, argument), os.fsdecode(path)  # type: ignore[arg-type]
     for key in found:
         if key not in attrs.fields_dict(kind):
             raise ConfigError(key, f"is no setting ({name})")

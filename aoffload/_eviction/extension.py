@@ -12,6 +12,7 @@ from .._kernel.base import CacheBase, check_time
 from .._kernel.extension import Build, LedgerExtension
 from .._kernel.records import LedgerRequest
 from ..errors import InvalidArgument
+from .accounts import AccountOrder
 from .learned import LearnedOrder, Learning, Rulings
 from .returns import NEVER
 from .status import EvictionStatistics
@@ -47,7 +48,9 @@ class Eviction(LedgerExtension):
 
     def _take_orders(self) -> None:
         present = {tier: self._cache.tiers[tier].order for tier in self.learning.tiers}
-        self.learning.orders = {tier: order for tier, order in present.items() if isinstance(order, LearnedOrder)}
+        self.learning.orders = {
+            tier: order for tier, order in present.items() if isinstance(order, (LearnedOrder, AccountOrder))
+        }
 
     # -- the verbs ------------------------------------------------------------------------------------------------
 

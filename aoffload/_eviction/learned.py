@@ -28,9 +28,10 @@ from .._kernel.pools import LeastRecentlyUsed
 from .._kernel.protocols import EvictionOrder
 from .._kernel.records import LedgerRequest, Part, Run
 from .._kernel.tokens import TokenSequence
+from .accounts import AccountOrder
 from .counts import CountedRun, HitCounts
 from .idle import IdlePaths
-from .returns import NUM_CLASSES, TICKS, ReturnTimes, class_of
+from .returns import NUM_CLASSES, TICKS, ReturnTimes, bin_of, class_of
 from .status import EvictionRule, EvictionStatistics, EvictionSwitched, TierEviction
 
 KEPT = 0.5 ** (1 / 1000)
@@ -230,6 +231,16 @@ class LearnedOrder:
     def oldest(self) -> Part | None:
         return self._idle.least_worth() if self._guard.is_learned else self._idle.oldest()
 
+    def goes_first(self, part: Part, other: Part) -> bool:
+        """Whether `part` is evicted before `other`, which is in another order of the same tier."""
+        if self._guard.is_learned:
+            return self._worth(part) < self._worth(other)
+        return part.last_use < other.last_use
+
+    def _worth(self, part: Part) -> tuple[float, int]:
+        times = self._times
+        return times.worth[part.rank][bin_of(times.now - part.last_use)], part.last_use
+
     def are_adjacent(self, older: Part, newer: Part) -> bool:
         """Whether they were released one after the other."""
         return newer.last_use - older.last_use in (0, 1)
@@ -266,7 +277,7 @@ class Learning:
         self.counts = HitCounts(layout, most, layout.unit_tokens, self, _are_alike)
         """The history of the prompts."""
         self.tiers = tuple(units)
-        self.orders: dict[Tier, LearnedOrder] = {}
+        self.orders: dict[Tier, LearnedOrder | AccountOrder] = {}
         """The present order of each tier whose eviction learns. `Eviction` sets it."""
         self._live: dict[LedgerRequest, Sequence[CountedRun]] = {}
         """The runs of the prompt of each request that has begun and not ended, as they were when it began."""

@@ -12,6 +12,7 @@ Handle | verbs | present
 `reports` | `requests`, `holders` | always
 `write_back` | `plan` | if `store_policy` has a watermark; not in a `HostCache`
 `eviction` | `returns`, `done` | if `eviction` is learned
+`quotas` | `statistics` | if `quotas` is configured
 `disk`, `remote`, `fetches` | | if `disk` or `remote` is configured
 
 An extension that needs no configuration is made when its handle is first read, so an unused feature costs nothing. The
@@ -54,6 +55,7 @@ from .overlap import Overlap
 from .pins import Pins
 from .preemption import Preemptions
 from .prefetch import DeviceTransfers
+from .quotas import AccountStatistics, QuotaAccounts
 from .status import explained, plain
 from .store_policies import (
     EagerStore,
@@ -90,6 +92,9 @@ def built_in(
     choice = LearnedEviction() if is_named else config.eviction
     if isinstance(choice, LearnedEviction):
         found.append(Eviction(choice))
+    if config.quotas is not None:  # after learned eviction, whose orders the accounts have
+        accounts = QuotaAccounts(config.quotas)
+        found += [accounts, accounts.pins]
     if counts is not None:
         found += [counts, Fetches()]
     if config.weights_epoch:
@@ -124,6 +129,8 @@ class LedgerStatistics:
     """The weights' epoch; empty if none is set."""
     num_weights_changes: int
     """Times that another weights' epoch was set."""
+    quotas: tuple[AccountStatistics, ...]
+    """Each account, the default one first. Empty without quotas."""
 
 
 class AnyLedger(CacheBase):
@@ -161,6 +168,11 @@ class AnyLedger(CacheBase):
     def eviction(self) -> Eviction:
         """Predict when prompts return. `ConfigError("eviction")` unless eviction is learned."""
         return self._needed(Eviction, "eviction")
+
+    @property
+    def quotas(self) -> QuotaAccounts:
+        """The accounts of tenants. `ConfigError("quotas")` without quotas."""
+        return self._needed(QuotaAccounts, "quotas")
 
     @property
     def disk(self) -> DiskExtension:
@@ -203,13 +215,14 @@ class AnyLedger(CacheBase):
         pins, remote, eviction = self.find(Pins), self.find(RemoteExtension), self.find(Eviction)
         weights = self.find(Weights)
         learned = None if eviction is None else eviction.statistics()
+        accounts = self.find(QuotaAccounts)
         return LedgerStatistics(
             tiers[Tier.DEVICE], tiers[Tier.HOST], len(self.live_requests), self.num_waiting,
             len(self.jobs.unsettled), self.jobs.num_late,
             0 if pins is None else len(pins.held), self.loads_paused, tiers.get(Tier.DISK), tiers.get(Tier.CUSTOM),
             None if remote is None else remote.counts, () if learned is None else learned.learned,
-            learned,
-            *(("", 0) if weights is None else (weights.epoch, weights.num_changes)),
+            learned, *(("", 0) if weights is None else (weights.epoch, weights.num_changes)),
+            () if accounts is None else accounts.statistics(),
         )  # fmt: skip
 
     def explain(self) -> str:
@@ -221,7 +234,7 @@ class AnyLedger(CacheBase):
         lower = [("host", found.host), ("disk", found.disk), ("custom", found.custom)]
         below = [tier.counted(name) for name, tier in lower if tier is not None and tier.num_blocks]
         epoch = [f"weights' epoch: {plain(found.weights_epoch)}"] if found.weights_epoch else []
-        about = "\n".join((self._about(found, live), *below, *self._evicts(found), *epoch))
+        about = "\n".join((self._about(found, live), *below, *self._evicts(found), *epoch, *map(str, found.quotas)))
         return explained(about, self.reports.requests(), self.reports.holders())
 
     def _about(self, found: LedgerStatistics, live: str) -> str:

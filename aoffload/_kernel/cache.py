@@ -463,9 +463,7 @@ class PrefixCache:
         while (short := num_blocks - blocks.pool.num_free) > 0:
             part = blocks.order.oldest()
             assert part is not None, "more blocks than `num_available`"
-            num_units = min(-(-short // part.width), part.stop - part.first)
-            blocks.trim(part, num_units)
-            blocks.num_evicted += num_units * part.width
+            blocks.evict(part, min(-(-short // part.width), part.stop - part.first))
             self.tidy(part.run)
         return blocks.pool.take(num_blocks)
 

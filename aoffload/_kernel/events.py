@@ -85,7 +85,7 @@ class StoreSkipped(Event):
     num_blocks: int
     reason: str
     """`host_full`, `disk_full` or `custom_full`: the tier has too few free blocks. `evicted`: the host has evicted the
-    prefix. `in_flight`: too many stores are under way."""
+    prefix. `in_flight`: too many stores are under way. `refused`: an extension grants no more blocks."""
 
 
 @attrs.frozen

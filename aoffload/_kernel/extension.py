@@ -19,13 +19,13 @@ keeps the copies, and reports the error instead (`CacheBase.report_errors`).
 The ledger grants blocks that a hook gives back to waiters at the end of the call. Calls that free no blocks themselves,
 such as `admit` and `accept`, do not serve the wait queue; in that case the next call that serves the wait queue grants
 the blocks. An `ask_...` hook only answers. It must not lease, cut or split, because the kernel may have runs in local
-variables during the call. Only `ask_blocks` may release leases and give blocks.
+variables during the call. Only `ask_blocks` may release leases and give blocks, and only `ask_take` may evict blocks.
 
 Hook | how the answers are combined
 --- | ---
 `ask_admit`, `ask_commit` | all are called; each may raise, because nothing has changed yet
 `ask_store_stop` | the minimum, together with the store policy
-`ask_load_stop` | each extension gets the answer of the extension before it
+`ask_load_stop`, `ask_take` | each extension gets the answer of the extension before it
 `ask_deferred` | the first True
 `ask_blocks` | the first True
 `ask_first_wrong` | the minimum
@@ -51,7 +51,7 @@ from .._common.arguments import check_callable, check_int, check_type, shown
 from .._common.tiers import LOWER_TIERS, TIERS, Tier, check_tier
 from .._config.config import MAX_BLOCKS
 from ..errors import ConfigError, InvalidArgument
-from .layout import Layout
+from .layout import Component, Layout
 from .pools import TierBlocks
 from .protocols import EvictionOrder
 from .records import Job, Lease, LedgerRequest, Run
@@ -141,6 +141,13 @@ class LedgerExtension:
 
     def ask_load_stop(self, request: LedgerRequest, stop: int) -> int:
         """The unit, at most `stop`, up to which the host hit of `request` is loaded."""
+        raise NotImplementedError
+
+    def ask_take(self, tier: Tier, run: Run, component: Component, num_units: int) -> int:
+        """How many of `num_units` units of `component` a copy to `tier`, which is below the device, may bring to the
+        path of `run`. Leases protect that path. The hook may evict unpinned parts of `tier` (`TierBlocks.evict`, then
+        `PrefixCache.tidy`). If it does not, the kernel evicts the blocks that are missing. Units that are not granted
+        count as skipped (`StoreSkipped`)."""
         raise NotImplementedError
 
     def ask_deferred(self, run: Run, stop: int) -> bool:

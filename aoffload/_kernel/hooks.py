@@ -10,6 +10,7 @@ from .._common.arguments import shown
 from .._common.tiers import Tier
 from ..errors import ExtensionError, WrongState
 from .extension import HOOKS, LedgerExtension
+from .layout import Component
 from .protocols import EvictionOrder
 from .records import Job, Lease, LedgerRequest, Part, Run
 from .tokens import TokenSequence
@@ -27,10 +28,10 @@ class Hooks:
 
     __slots__ = (
         "ask_admit", "ask_blocks", "ask_commit", "ask_deferred", "ask_first_wrong", "ask_former_readers",
-        "ask_load_stop", "ask_next_lapse", "ask_store_stop", "calling", "error", "fail", "on_admitted", "on_allocated",
-        "on_finishing", "on_invalidated", "on_job_settled", "on_lapse", "on_leaving", "on_load_over", "on_matched",
-        "on_published", "on_released", "on_reset", "on_resetting", "on_step", "on_withdrawn", "report_blocks",
-        "report_error", "report_job", "report_leases", "report_requests",
+        "ask_load_stop", "ask_next_lapse", "ask_store_stop", "ask_take", "calling", "error", "fail", "on_admitted",
+        "on_allocated", "on_finishing", "on_invalidated", "on_job_settled", "on_lapse", "on_leaving", "on_load_over",
+        "on_matched", "on_published", "on_released", "on_reset", "on_resetting", "on_step", "on_withdrawn",
+        "report_blocks", "report_error", "report_job", "report_leases", "report_requests",
     )  # fmt: skip
 
     def __init__(self, fail: Callable[[], object]) -> None:
@@ -55,6 +56,7 @@ class Hooks:
         self.on_lapse: tuple[Callable[[float], object], ...] = _NOTHING
         self.ask_store_stop: tuple[Callable[[LedgerRequest], int], ...] = _NOTHING
         self.ask_load_stop: tuple[Callable[[LedgerRequest, int], int], ...] = _NOTHING
+        self.ask_take: tuple[Callable[[Tier, Run, Component, int], int], ...] = _NOTHING
         self.ask_deferred: tuple[Callable[[Run, int], bool], ...] = _NOTHING
         self.ask_blocks: tuple[Callable[[], bool], ...] = _NOTHING
         self.ask_next_lapse: tuple[Callable[[], float], ...] = _NOTHING
@@ -153,10 +155,10 @@ class GuardedHook:
         if self._name in MAY_RAISE:
             raise ExtensionError(self._extension, self._name, problem)
         hooks.failed(self._extension, self._name, problem, cause)
-        return args[1] if self._name == "ask_load_stop" else _NEUTRAL.get(self._name)
+        return args[-1] if self._name in ("ask_load_stop", "ask_take") else _NEUTRAL.get(self._name)
 
     def _is_wrong(self, answer: Any) -> bool:
-        if self._name in ("ask_store_stop", "ask_load_stop"):
+        if self._name in ("ask_store_stop", "ask_load_stop", "ask_take"):
             return type(answer) is not int or answer < 0
         if self._name in ("ask_deferred", "ask_blocks"):
             return type(answer) is not bool

@@ -464,7 +464,11 @@ class Stores:
         layout = self.cache.layout
         pin = self.cache.lease(self.destination, end, layout.starts_of(layout.full, 0, end.stop))
         wanted, fit, allowed = stop - start, there.num_available // component.width, most // component.width
-        units = self.cache.managers[component.number].fitting(start, stop, fit if fit < allowed else allowed)
+        num_units = min(wanted, fit, allowed)
+        granted = num_units
+        for ask in self.jobs.hooks.ask_take:
+            granted = min(granted, ask(self.destination, end, component, granted))
+        units = self.cache.managers[component.number].fitting(start, stop, granted)
         jobs: list[Job] = []
         is_pin_taken = False
         if units:
@@ -482,6 +486,8 @@ class Stores:
         if fit < wanted:
             reason = f"{self.destination.name.lower()}_full"
             self.moves.note(StoreSkipped(request, (wanted - fit) * component.width, reason))
+        if granted < num_units:
+            self.moves.note(StoreSkipped(request, (num_units - granted) * component.width, "refused"))
         if not is_pin_taken:
             self.cache.release(pin)
         return jobs

@@ -282,6 +282,12 @@ class TierBlocks:
             self.order.remove(part)
         self.pool.give(freed)
 
+    def evict(self, part: Part, num_units: int) -> None:
+        """Free the blocks of the last `num_units` of an unpinned part, because others need the blocks. The caller
+        tidies the run."""
+        self.trim(part, num_units)
+        self.num_evicted += num_units * part.width
+
     def quarantine(self, block_ids: array[int]) -> None:
         self.num_quarantined += len(block_ids)
 
@@ -404,6 +410,11 @@ class LeastRecentlyUsed:
 
     def oldest(self) -> Part | None:
         return self.first
+
+    def goes_first(self, part: Part, other: Part) -> bool:
+        """Whether `part` is evicted before `other`, which is in another list whose uses are numbered together with
+        those of this one."""
+        return part.last_use < other.last_use
 
     def are_adjacent(self, older: Part, newer: Part) -> bool:
         return older.newer is newer

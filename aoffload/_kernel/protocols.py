@@ -106,3 +106,11 @@ class EvictionOrder(Protocol):
         ...
 
     def __iter__(self) -> Iterator[Part]: ...
+
+
+class ComparedOrder(EvictionOrder, Protocol):
+    """An order whose parts can be compared with those of another order of its kind."""
+
+    def goes_first(self, part: Part, other: Part) -> bool:
+        """Whether `part` is evicted before `other`, which is in another order of this kind."""
+        ...

@@ -24,6 +24,7 @@ from .._extensions.assembly import AnyLedger, check_ledger
 from .._extensions.overlap import OverlapMoved, OverlapState
 from .._extensions.pins import PinMoved, PinState
 from .._extensions.prefetch import Demotion, Prefetch
+from .._extensions.quotas import QuotaLeft, QuotaReached
 from .._extensions.status import SlowStep, SlowWait
 from .._extensions.transfers import CacheTransferMoved, CacheTransferState, Fetch
 from .._extensions.weights import WeightsChanged
@@ -274,6 +275,10 @@ WRITERS: dict[type[Event], Callable[[Any, Any], None]] = {
     ExtensionRefused: _extension_refused,
     EvictionSwitched: _eviction_switched,
     WeightsChanged: lambda log, event: log.info("weights_changed", old=event.previous, new=event.epoch),
+    QuotaReached: lambda log, event: log.info(
+        "quota_reached", account=event.account, tier=event.tier.name.lower(), limit=event.limit
+    ),
+    QuotaLeft: lambda log, event: log.info("quota_left", account=event.account, tier=event.tier.name.lower()),
     RequestCancelled: lambda log, event: log.info(
         "request_cancelled", request_id=event.request.request_id, reason=event.reason
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import attrs
 from .. import Tier
 from .._common.arguments import shown
 from .._config.config import GroupLike, OffloadConfig
-from .._config.sources import disk_from_table, remote_from_table
+from .._config.sources import disk_from_table, quotas_from_table, remote_from_table
 from .._config.tiers import parse_bytes
 from .._observe.kv_events.events import media_of
 from ..errors import ConfigError
@@ -28,16 +29,18 @@ _PASSED_ON = (
 _DEFAULTS = {"transfer_timeout_s": 30, "fetch_timeout_s": 5}
 """Without these defaults, a request of vLLM could wait for its load, the disk or the remote store without bound."""
 _LOWER = {"disk": disk_from_table, "remote": remote_from_table}
+QUOTAS = "quotas"
 NAMESPACE = "namespace"
 EVENT_MEDIA = "event_media"
-KEYS = (*_SIZES, *_PASSED_ON, *_LOWER, NAMESPACE, EVENT_MEDIA)
+KEYS = (*_SIZES, *_PASSED_ON, *_LOWER, QUOTAS, NAMESPACE, EVENT_MEDIA)
 
 
 def offload_config(
     extra: Mapping[str, Any], groups: Sequence[GroupLike], *, namespace: str, num_ranks: int, num_replicas: int = 1
 ) -> OffloadConfig:
     """The configuration of one rank. `host_bytes` (or `cpu_bytes_to_use`) is the total for all `num_ranks`, of which
-    groups of `num_replicas` share one memory. `num_host_blocks` counts blocks, each of which has a part on every rank.
+    groups of `num_replicas` share one memory, and so are the sizes in host memory of `quotas`. `num_host_blocks` counts
+    blocks, each of which has a part on every rank.
 
     `ConfigError` names a key that is unknown or whose value is invalid.
     """
@@ -64,6 +67,9 @@ def offload_config(
             if num_ranks > 1:
                 raise ConfigError(key, f"takes one rank, and there are {num_ranks}: each has a part of a block")
             options[key] = from_table(extra[key], "kv_connector_extra_config")
+    if extra.get(QUOTAS) is not None:
+        quotas = quotas_from_table(extra[QUOTAS], "kv_connector_extra_config")
+        options[QUOTAS] = quotas.scaled(Fraction(num_replicas, num_ranks))
     return OffloadConfig(groups=groups, namespace=namespace, **options)
 
 

@@ -264,7 +264,7 @@ class Drawing(Listener):
             columns[name].append(value)
 
     def told(self, event: Event, runtime: RuntimeLife) -> None:
-        if event.meaning.kind not in (*ALARMS, Kind.EVICTION, Kind.WEIGHTS):
+        if event.meaning.kind not in (*ALARMS, Kind.EVICTION, Kind.WEIGHTS, Kind.QUOTA):
             return
         text = note_of(event)
         if len(self._notes) < MAX_NOTES:

@@ -158,6 +158,8 @@ class Kind(enum.Enum):
     """A tier with learned eviction uses another order."""
     WEIGHTS = "weights"
     """The engine computes with other weights."""
+    QUOTA = "quota"
+    """A quota begins or ceases to cut the stores of a tenant."""
     TIER = "tier"
     """A tier below host memory: opened, or read back."""
     PIN = "pin"
@@ -220,6 +222,8 @@ def _meanings() -> dict[str, Meaning]:
         "fetch_skipped": Meaning(Kind.SKIPPED_FETCH, "skipped"),
         "eviction_switched": Meaning(Kind.EVICTION, "switched"),
         "weights_changed": Meaning(Kind.WEIGHTS, "changed"),
+        "quota_reached": Meaning(Kind.QUOTA, "reached"),
+        "quota_left": Meaning(Kind.QUOTA, "left"),
         "fetch_declined": Meaning(Kind.DECLINED, "fetch"),
         "load_declined": Meaning(Kind.DECLINED, "load"),
     }  # fmt: skip

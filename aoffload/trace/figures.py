@@ -9,7 +9,7 @@ import attrs
 
 from .book import Listener
 from .events import Event, Kind
-from .sentences import ruling, storage
+from .sentences import quota, ruling, storage
 from .timelines import LINKS, UNFINISHED, HopRow, JobTimeline, RuntimeLife, Timeline
 
 # -- durations -------------------------------------------------------------------------------------------------------
@@ -151,6 +151,7 @@ class Figures(Listener):
     switches: Tally = attrs.field(factory=Tally)
     """Switches by tier and new eviction order."""
     weights: Tally = attrs.field(factory=Tally)
+    quotas: Tally = attrs.field(factory=Tally)
     skipped_stores: Tally = attrs.field(factory=Tally)
     skipped_blocks: Tally = attrs.field(factory=Tally)
     alarms: Tally = attrs.field(factory=Tally)
@@ -206,6 +207,8 @@ class Figures(Listener):
                 return self.switches, ruling(event), 1
             case Kind.WEIGHTS:
                 return self.weights, state, 1
+            case Kind.QUOTA:
+                return self.quotas, quota(event), 1
             case Kind.SKIPPED_STORE:
                 return self.skipped_stores, event.text("reason"), event.count("num_blocks")
             case _:

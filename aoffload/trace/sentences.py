@@ -27,12 +27,14 @@ SKIPPED = {
     "custom_full": "the custom tier was full",
     "disk_full": "the disk was full",
     "evicted": "the host evicts what live requests store",
+    "refused": "the tenant's quota, or an extension, allowed no more",
 }
 
 _STORAGE = {"disk": "the disk", "remote": "the remote store"}
 _USES = {"ask": "questions", "load": "loads", "store": "stores"}
 _TELLING = ("source", "destination", "num_jobs", "num_quarantined", "num_quarantined_jobs", "reason", "error")
 """Fields of alarms that have no words of their own."""
+_LIMITS = {"ceiling": "its ceiling", "daily_writes": "its daily writes"}
 _ORDERS = {"lru": "the last use", "learned": "what was learned"}
 
 
@@ -196,6 +198,15 @@ def _weights(event: Event) -> str:
     return f"the weights' epoch is {new} from now on, it was {old}: KV of other epochs is not found"
 
 
+def quota(event: Event) -> str:
+    """The account, the tier, and the quota that cuts stores there."""
+    about = f"account {event.text('account')}, {event.text('tier')}"
+    if event.meaning.state == "left":
+        return plain(f"{about}: stores are whole again")
+    limit = event.text("limit")
+    return plain(f"{about}: stores are cut by {_LIMITS.get(limit, limit)}")
+
+
 def _demotion(event: Event) -> str:
     words = {"moving": "begins to send blocks away;", "done": "is over;", "cancelled": "was given up;"}
     return f"{words[event.meaning.state]} {counted(event.count('num_blocks'), 'device block')} given back"
@@ -273,6 +284,8 @@ _SENTENCES: Mapping[str, Callable[[Event], str]] = {
     "storage_back": _back,
     "eviction_switched": _switched,
     "weights_changed": _weights,
+    "quota_reached": quota,
+    "quota_left": quota,
     "demotion_moving": _demotion,
     "demotion_done": _demotion,
     "demotion_cancelled": _demotion,

@@ -47,6 +47,7 @@ def summary(scan: Scan, figures: Figures) -> Iterator[str]:
         _jobs(figures),
         _others(figures),
         _eviction(figures),
+        _quotas(figures),
         _slowest(figures),
         _reasons("why requests were aborted", figures.aborts),
         _skipped(figures),
@@ -178,6 +179,12 @@ def _eviction(figures: Figures) -> list[str]:
     if figures.weights.total:
         found.append(f"weights' epoch: changed {counted(figures.weights.total, 'time')}")
     return found
+
+
+def _quotas(figures: Figures) -> list[str]:
+    """The tenants whose stores quotas have cut."""
+    cuts = [f"  {words}: {counted(count, 'time')}" for words, count in figures.quotas.highest_first()]
+    return ["quotas of tenants", *cuts] if cuts else []
 
 
 def _outcomes(tally: Tally) -> str:

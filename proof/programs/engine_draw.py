@@ -13,7 +13,7 @@ from .engine_machine import EngineMachine
 from .engine_state import EngineClient
 from .job_draw import JobDraw, drawn_hint
 from .ledger_prompts import Prompts
-from .program import Call
+from .program import TENANTS, Call
 from .remote_draw import CORE_OF_REMOTE, REMOTE_WEIGHTS, RemoteDraw
 
 __all__ = ["EngineDraw"]
@@ -43,7 +43,7 @@ class EngineDraw(RemoteDraw, JobDraw):
         self.kinds, core = list(table), (*CORE, *CORE_OF_DISK, *CORE_OF_REMOTE)
         self.weights = [weight * (1.0 if name in core else rng.choice(factors)) for name, weight in table.items()]
         self.capacity = (machine.world.num_device_blocks - 1) // machine.ledger.layout.width * machine.unit
-        self.prompts = Prompts(rng, min(40, max(2, self.capacity)))
+        self.prompts = Prompts(rng, min(40, max(2, self.capacity)), TENANTS if machine.world.quotas else ())
         self.most_clients = rng.choice((1, 2, 3, 4, 6))
         self.outcomes = rng.choice(((20, 0, 0, 0), (12, 2, 2, 1), (4, 2, 2, 2), (1, 1, 1, 1)))
         self.options = rng.random() < 0.3

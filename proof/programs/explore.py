@@ -35,6 +35,7 @@ from .program import (
     with_a_disk,
     with_a_store,
     with_learning,
+    with_quotas,
     without_laziness,
 )
 from .shrinking import shorten
@@ -73,11 +74,15 @@ def _of_an_engine(world: World) -> World:
     return with_a_bound(with_learning(with_a_store(with_a_disk(without_laziness(world)))))
 
 
+def _of_a_ledger(world: World) -> World:
+    return with_learning(with_a_store(with_a_disk(world)))
+
+
 LEDGERS: Mapping[str, _Kind] = {
-    "ledger": _Kind(LedgerMachine, LedgerSequences, lambda world: with_learning(with_a_store(with_a_disk(world)))),
+    "ledger": _Kind(LedgerMachine, LedgerSequences, lambda world: with_quotas(_of_a_ledger(world))),
     "kernel": _Kind(KernelMachine, KernelDraw, lambda world: attrs.evolve(world, store_policy="eager")),
-    "meddled": _Kind(ExtendedMachine, LedgerSequences, lambda world: with_learning(with_a_store(with_a_disk(world)))),
-    "engine": _Kind(EngineMachine, EngineDraw, _of_an_engine),
+    "meddled": _Kind(ExtendedMachine, LedgerSequences, _of_a_ledger),
+    "engine": _Kind(EngineMachine, EngineDraw, lambda world: with_quotas(_of_an_engine(world))),
     "meddled-engine": _Kind(ExtendedEngineMachine, EngineDraw, _of_an_engine),
 }
 
@@ -256,4 +261,6 @@ def _outcome(machine: Machine, violation: Violation | None) -> Outcome:
         features.add("disk")
     if machine.world.cell_units:
         features.add("remote")
+    if machine.world.quotas:
+        features.add("quotas")
     return Outcome(violation, machine.num_calls, frozenset(features), machine.digest())

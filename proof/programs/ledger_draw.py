@@ -15,7 +15,7 @@ from .job_draw import JobDraw, drawn_hint
 from .ledger_machine import LedgerMachine
 from .ledger_prompts import Prompts
 from .ledger_state import Client
-from .program import Call
+from .program import TENANTS, Call
 from .remote_draw import CORE_OF_REMOTE, REMOTE_WEIGHTS, RemoteDraw
 
 __all__ = ["LedgerDraw"]
@@ -59,7 +59,7 @@ class LedgerDraw(RemoteDraw, JobDraw):
         self.num_named = 0
         self.capacity = (machine.world.num_device_blocks - 1) // machine.ledger.layout.width * machine.unit
         """Tokens that fit on the device."""
-        self.prompts = Prompts(rng, min(40, max(2, self.capacity)))
+        self.prompts = Prompts(rng, min(40, max(2, self.capacity)), TENANTS if machine.world.quotas else ())
         self.most_clients = rng.choice((1, 2, 2, 3, 4, 6))
         self.outcomes = rng.choice(((20, 0, 0, 0), (12, 2, 2, 1), (4, 2, 2, 2), (1, 1, 1, 1)))
         self.options = rng.random() < 0.3

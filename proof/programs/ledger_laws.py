@@ -11,6 +11,7 @@ from aoffload.testing.violations import Violation
 
 from .ledger_state import Forward, LedgerState
 from .program import Call
+from .quota_laws import QuotaLaws
 
 __all__ = ["Laws"]
 
@@ -25,6 +26,8 @@ class Laws:
         self._watcher = _Watcher(machine.ledger) if watches else None
         if self._watcher is not None:
             machine.ledger.watch(self._watcher)
+        quotas = machine.world.quotas
+        self._quotas = QuotaLaws(machine.ledger, quotas) if quotas else None
 
     @property
     def _ledger(self) -> Ledger:
@@ -32,6 +35,8 @@ class Laws:
 
     def after(self, call: Call, number: int) -> None:
         self._progress(call)
+        if self._quotas is not None:
+            self._quotas.after(call)
         if self._machine.steps or self._ledger.jobs.unsettled:
             self._foreign_blocks()
         if number % self._whole_every == 0 or call.name in ("invalidate", "reset", "weights", "preempt", "fork", "end"):

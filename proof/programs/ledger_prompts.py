@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = ["SALTS", "Prompts"]
@@ -13,13 +14,14 @@ SALTS = (None, "other")
 class Prompts:
     """Draws prompts. A served prompt is drawn again, because it may be cached."""
 
-    def __init__(self, rng: random.Random, most_tokens: int) -> None:
+    def __init__(self, rng: random.Random, most_tokens: int, tenants: Sequence[str | None] = ()) -> None:
+        """`tenants`: the salts of accounts with quotas, each of which is drawn as often as the others."""
         self._rng = rng
         self.most_tokens = most_tokens
         self._vocabulary = rng.choice((1, 2, 2, 3))
         self._bases = [self.tokens(most_tokens + 8) for _ in range(rng.choice((1, 1, 2)))]
         self._lengths = [rng.randint(1, most_tokens) for _ in range(3)]
-        self._salts = (SALTS[0],) * 9 + SALTS[1:]
+        self._salts = tenants or (SALTS[0],) * 9 + SALTS[1:]
         self._uses_spans = rng.random() < 0.15
         self._known: list[list[int]] = []
         """Prompts that were served."""

@@ -9,8 +9,10 @@ from typing import Any, Literal, get_args
 import attrs
 
 from aoffload._common.arguments import check_int, shown
+from aoffload._common.tiers import Tier
 from aoffload._config.config import OffloadConfig
 from aoffload._config.groups import AttentionKind, ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from aoffload._config.quotas import Quota, Quotas
 from aoffload._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, LearnedEviction, RemoteTier, record_bytes
 from aoffload._extensions.store_policies import LazyStore, SelectiveStore
 from aoffload.errors import InvalidArgument
@@ -23,7 +25,9 @@ __all__ = [
     "Face",
     "GroupShape",
     "Outcome",
+    "QuotaShape",
     "Program",
+    "TENANTS",
     "World",
     "check_face",
     "draw_world",
@@ -31,6 +35,7 @@ __all__ = [
     "with_a_disk",
     "with_a_store",
     "with_learning",
+    "with_quotas",
     "without_laziness",
 ]
 
@@ -84,6 +89,31 @@ class GroupShape:
         return KVCacheGroup(name, attention, self.block_size)
 
 
+TENANTS = (None, "other", "third")
+"""The salts of the accounts, by number. Prompts without a salt are of the default account."""
+
+
+@attrs.frozen
+class QuotaShape:
+    """The quota of one account in blocks, which have one byte each."""
+
+    host_floor: int | None = None
+    host_ceiling: int | None = None
+    disk_floor: int | None = None
+    disk_ceiling: int | None = None
+    pinned: int | None = None
+    daily_writes: int | None = None
+
+    def floor(self, tier: Tier) -> int | None:
+        return self.host_floor if tier is Tier.HOST else self.disk_floor
+
+    def ceiling(self, tier: Tier) -> int | None:
+        return self.host_ceiling if tier is Tier.HOST else self.disk_ceiling
+
+    def quota(self) -> Quota:
+        return Quota(**attrs.asdict(self))
+
+
 class _Nowhere:
     """The store that a configuration has to name: the programs keep its cells themselves."""
 
@@ -126,6 +156,8 @@ class World:
     """Bound of blocks in flight for each direction; 0: the default of the package."""
     window_interval: int = 0
     """`window_interval_tokens` of the configuration."""
+    quotas: tuple[QuotaShape, ...] = ()
+    """Of each of `TENANTS`; empty: no quotas."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.groups, tuple) or not all(isinstance(one, GroupShape) for one in self.groups):
@@ -146,6 +178,9 @@ class World:
             unit = _unit(self.groups)
             size = self.cell_units * sum(unit // shape.block_size for shape in self.groups)
             options |= {"remote": RemoteTier(_Nowhere(), cell_bytes=size), "namespace": "programs"}
+        if self.quotas:
+            default, *others = [shape.quota() for shape in self.quotas]
+            options |= {"quotas": Quotas(dict(zip(TENANTS[1:], others, strict=True)), default)}
         if self.max_in_flight:
             options |= {"max_bytes_in_flight": self.max_in_flight}
         return OffloadConfig(
@@ -271,9 +306,32 @@ def with_a_bound(world: World) -> World:
     return attrs.evolve(world, max_in_flight=chance.choice((0, 1, 1, 2, 5)))
 
 
+def with_quotas(world: World) -> World:
+    """`world`, in a third of the cases with a host with quotas for tenants. The world itself determines which case it
+    is."""
+    chance = random.Random(f"{words_of(world)} quotas")
+    if not world.num_host_blocks or chance.random() < 0.67:
+        return world
+    sizes = {"host": world.num_host_blocks} | ({"disk": world.num_disk_blocks} if world.num_disk_blocks else {})
+    left = dict(sizes)
+    shapes: list[QuotaShape] = []
+    for _ in TENANTS:
+        drawn: dict[str, int | None] = {}
+        for name, size in sizes.items():
+            floor = chance.choice((None, 0, left[name] // 2, left[name] // 2, left[name]))
+            most = chance.choice((None, None, size, chance.randint(floor or 0, size), floor or 0))
+            left[name] -= floor or 0
+            drawn |= {f"{name}_floor": floor, f"{name}_ceiling": most}
+        drawn["pinned"] = chance.choice((None, None, 0, chance.randint(1, world.num_host_blocks)))
+        if world.num_disk_blocks:
+            drawn["daily_writes"] = chance.choice((None, None, None, 0, chance.randint(1, 40)))
+        shapes.append(QuotaShape(**drawn))
+    return attrs.evolve(world, quotas=tuple(shapes))
+
+
 def words_of(world: World) -> str:
     """`world` as text, without the fields that have their default value."""
-    return repr(world).replace(", max_in_flight=0", "").replace(", window_interval=0", "")
+    return repr(world).replace(", max_in_flight=0", "").replace(", window_interval=0", "").replace(", quotas=()", "")
 
 
 def without_laziness(world: World) -> World:

@@ -9,6 +9,7 @@ from typing import Any
 
 from aoffload._common.tiers import Tier
 from aoffload._kernel.extension import LedgerExtension
+from aoffload._kernel.layout import Component
 from aoffload._kernel.records import Job, Lease, LedgerRequest, Run
 from aoffload._kernel.tokens import TokenSequence
 
@@ -124,6 +125,9 @@ class RandomExtension(LedgerExtension):
 
     def ask_load_stop(self, request: LedgerRequest, stop: int) -> int:
         return self._rng.choice((0, stop, stop, 99))
+
+    def ask_take(self, tier: Tier, run: Run, component: Component, num_units: int) -> int:
+        return num_units if self._rng.random() < 0.9 else self._rng.choice((0, 1, 99))
 
     def ask_deferred(self, run: Run, stop: int) -> bool:
         return self._rng.random() < 0.1

@@ -39,8 +39,9 @@ A, B = prompt(1, 10), prompt(2, 10)
 PASSED_ON = ("ask_admit", "ask_commit", "report_job")
 """Hooks that refuse a call by raising: the caller gets the error itself."""
 ENGINE_HOOKS = (
-    "ask_admit", "ask_store_stop", "ask_next_lapse", "on_admitted", "on_matched", "on_finishing", "on_leaving",
-    "on_released", "on_job_settled", "on_withdrawn", "on_invalidated", "on_resetting", "on_reset", "on_lapse",
+    "ask_admit", "ask_store_stop", "ask_take", "ask_next_lapse", "on_admitted", "on_matched", "on_finishing",
+    "on_leaving", "on_released", "on_job_settled", "on_withdrawn", "on_invalidated", "on_resetting", "on_reset",
+    "on_lapse",
 )  # fmt: skip
 """The hooks that a `HostCache` calls."""
 
@@ -75,7 +76,8 @@ def misbehaving(name: str, act: Callable[[Any], object]) -> Misbehaves:
 
 
 NEUTRAL: dict[str, Any] = {
-    "ask_store_stop": 99, "ask_load_stop": 99, "ask_deferred": False, "ask_blocks": False, "ask_next_lapse": math.inf,
+    "ask_store_stop": 99, "ask_load_stop": 99, "ask_take": 99, "ask_deferred": False, "ask_blocks": False,
+    "ask_next_lapse": math.inf,
     "ask_former_readers": (), "on_invalidated": [], "report_leases": (), "report_requests": (), "report_blocks": (),
 }  # fmt: skip
 

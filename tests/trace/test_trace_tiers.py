@@ -186,6 +186,8 @@ def test_what_is_left_alone_and_which_order_rules_is_told(tmp_path: Path, capsys
         line(1008, "hint_given", hint_id=1, category="tool", num_tokens=16),
         line(1009, "hint_ended", hint_id=1, category="tool", outcome="lapsed"),
         line(1010, "weights_changed", old="", new="step-7"),
+        line(1011, "quota_reached", account="team-a", tier="host", limit="ceiling"),
+        line(1012, "quota_left", account="team-a", tier="host"),
     )  # fmt: skip
     output = output_of(capsys, written)
     for expected in (
@@ -193,13 +195,15 @@ def test_what_is_left_alone_and_which_order_rules_is_told(tmp_path: Path, capsys
         "1  storage_back: loads of the remote store at a:1",
         "1 fetch skipped: remote failed", "host evicts by the last use: began 1 time", "1 hint given: 1 lapsed",
         "weights' epoch: changed 1 time",
+        "account team-a, host: stores are cut by its ceiling: 1 time",
+        "account team-a, host: stores are whole again: 1 time",
     ):  # fmt: skip
         assert expected in output
     assert "failed: a:1 is left alone" not in output
     assert re.search(r"load from remote +0 +0 +1 ", output), "dropped"
     output_of(capsys, written, "html", page)
     data = page_data(page)
-    assert [note["at_s"] for note in data["notes"]] == [1002, 1006, 1007, 1010]
+    assert [note["at_s"] for note in data["notes"]] == [1002, 1006, 1007, 1010, 1011, 1012]
     assert (
         data["notes"][0]["text"]
         == "loads of the remote store at a:1: failed 2 times in a row, left alone for 500 ms: no"

@@ -25,6 +25,7 @@ class ShownWith(enum.Enum):
     ANYTHING = "anything"
     LOWER_TIERS = "a tier below host memory"
     LEARNED_EVICTION = "eviction that learns"
+    QUOTAS = "quotas of tenants"
 
 
 @attrs.frozen
@@ -64,13 +65,18 @@ _OUTCOMES = tuple(outcome.value for outcome in Outcome)
 _RULES = tuple(rule.value for rule in EvictionRule)
 _SKIPPED = (
     *(f"{row.tier.name.lower()}_full" for row in TIERS if row.is_indexed and row.above is not None),
-    "in_flight", "evicted", "other",
+    "in_flight", "evicted", "refused", "other",
 )  # fmt: skip
 _STATE, _TIER, _BELOW = {"state": _STAYS}, {"tier": _TIERS}, {"tier": LOWER}
 _BLOCK_STATES = {"state": ("free", "cached", "pinned", "quarantined")}
 _LINK = {"direction": _DIRECTIONS, "tier": _LINKS}
 _GAUGE, _COUNTER, _HISTOGRAM = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
-_LOWER, _LEARNED = ShownWith.LOWER_TIERS, ShownWith.LEARNED_EVICTION
+_LOWER, _LEARNED, _QUOTAS = ShownWith.LOWER_TIERS, ShownWith.LEARNED_EVICTION, ShownWith.QUOTAS
+_TENANT: dict[str, tuple[str, ...]] = {"tenant": ()}
+"""The values are the accounts of the configuration, so their number is bounded, too."""
+_SHARED = {
+    "tier": tuple(name for tier, name in zip(CACHE_TIERS, _TIERS, strict=True) if tier in (Tier.HOST, Tier.DISK))
+}
 
 FAMILIES = (
     Family("aoffload_requests", _GAUGE, _STATE, "Live requests by state."),
@@ -107,6 +113,26 @@ FAMILIES = (
     Family("aoffload_remembered_runs", _GAUGE, {}, "Stretches of prompts whose requests are counted.", _LEARNED),
     Family("aoffload_remembered_bytes", _GAUGE, {}, "About the memory that they take in this process.", _LEARNED),
     Family("aoffload_weights_switches_total", _COUNTER, {}, "Times that another weights' epoch was set."),
+    Family("aoffload_account_blocks", _GAUGE, _TENANT | _SHARED, "Cached blocks of each tenant's account.", _QUOTAS),
+    Family(
+        "aoffload_account_pinned_blocks", _GAUGE, _TENANT, "Host blocks that pins of an account hold.", _QUOTAS
+    ),
+    Family(
+        "aoffload_account_floor_blocks", _GAUGE, _TENANT | _SHARED,
+        "Blocks that others do not evict while another account is above its floor.", _QUOTAS,
+    ),
+    Family("aoffload_account_ceiling_blocks", _GAUGE, _TENANT | _SHARED, "What an account may hold.", _QUOTAS),
+    Family(
+        "aoffload_account_evicted_blocks_total", _COUNTER, _TENANT | _SHARED, "Evicted for other accounts.", _QUOTAS
+    ),
+    Family(
+        "aoffload_account_replaced_blocks_total", _COUNTER, _TENANT | _SHARED,
+        "Evicted for blocks of the account itself.", _QUOTAS,
+    ),
+    Family(
+        "aoffload_account_refused_blocks_total", _COUNTER, _TENANT | _SHARED,
+        "Not stored because of a ceiling or of daily writes.", _QUOTAS,
+    ),
     Family("aoffload_pins", _GAUGE, {}, "Prompts that somebody keeps cached by a pin."),
     Family(
         "aoffload_jobs", _GAUGE, {"state": ("queued", "launched", "quarantined")},

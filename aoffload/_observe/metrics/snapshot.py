@@ -13,8 +13,17 @@ from aoffload import Tier
 from aoffload._kernel.pools import LeastRecentlyUsed, TierBlocks
 from aoffload._observe.observers import each_observer
 from aoffload._transfer.breaker import LeftAlone, Use
-from aoffload.ledger import EvictionRule, EvictionStatistics, LedgerLog, LedgerStatistics, Observers, TierStatistics
+from aoffload.ledger import (
+    AccountStatistics,
+    EvictionRule,
+    EvictionStatistics,
+    LedgerLog,
+    LedgerStatistics,
+    Observers,
+    TierStatistics,
+)
 
+from ..._eviction.accounts import AccountOrder
 from ..._extensions.assembly import AnyLedger
 from .families import LABEL_VALUES, LOWER
 from .observer import Histogram, Metrics
@@ -116,6 +125,8 @@ def _standing(ledger: AnyLedger, found: LedgerStatistics) -> Iterator[tuple[str,
     if found.eviction is not None:
         yield from _learned(found.eviction)
     yield "aoffload_weights_switches_total", _one(found.num_weights_changes)
+    if found.quotas:
+        yield from _accounts(found.quotas)
     yield "aoffload_pins", _one(found.num_pins)
     jobs = Counter(job.state.value for job in ledger.jobs.unsettled.values())
     jobs["quarantined"] = len(ledger.jobs.quarantined)
@@ -142,10 +153,23 @@ def _evicted(tiers: Iterable[TierBlocks], found: EvictionStatistics | None) -> I
         if each is not None:
             by_rule |= {EvictionRule.LEARNED: each.num_evicted_learned, EvictionRule.LRU: each.num_evicted_lru}
         else:
-            is_lru = type(tier.order) is LeastRecentlyUsed
+            order = tier.order
+            is_lru = type(order) is LeastRecentlyUsed or isinstance(order, AccountOrder)
             by_rule[EvictionRule.LRU if is_lru else EvictionRule.OWN] = tier.num_evicted
         for rule, number in by_rule.items():
             yield Sample((tier.tier.name.lower(), rule.value), number)
+
+
+def _accounts(found: Iterable[AccountStatistics]) -> Iterator[tuple[str, Iterable[Sample]]]:
+    """The accounts of tenants, by name."""
+    shares = [((account.name, each.tier.name.lower()), each) for account in found for each in account.tiers]
+    yield "aoffload_account_blocks", [Sample(labels, each.num_blocks) for labels, each in shares]
+    yield "aoffload_account_floor_blocks", [Sample(labels, each.floor) for labels, each in shares]
+    yield "aoffload_account_ceiling_blocks", [Sample(labels, each.ceiling) for labels, each in shares]
+    yield "aoffload_account_evicted_blocks_total", [Sample(labels, each.num_evicted) for labels, each in shares]
+    yield "aoffload_account_replaced_blocks_total", [Sample(labels, each.num_replaced) for labels, each in shares]
+    yield "aoffload_account_refused_blocks_total", [Sample(labels, each.num_refused) for labels, each in shares]
+    yield "aoffload_account_pinned_blocks", [Sample((account.name,), account.num_pinned) for account in found]
 
 
 def _learned(found: EvictionStatistics) -> Iterator[tuple[str, Iterable[Sample]]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..._common.tiers import Tier
+from ..._extensions.quotas import QuotaAccounts
 from ..._extensions.store_policies import RequestCounts
 from ..._extensions.watermark import EvictionWatermark
 from ..._kernel.base import CacheBase
@@ -34,6 +35,8 @@ class LowerStores:
     watermark: EvictionWatermark
     counts: RequestCounts | None = None
     """None if the tier does not store blocks because they were requested twice."""
+    quotas: Callable[[], QuotaAccounts | None] = lambda: None
+    """The accounts of tenants; None without quotas."""
     _came_to: tuple[object, ...] = ()
     """The state at the last scan for blocks that the host is about to evict."""
     _turns: dict[Run, int] = field(default_factory=dict)
@@ -68,7 +71,8 @@ class LowerStores:
             jobs += self._take_turns(most, wanted)
         if is_idle and not watermark.nothing_changed():
             left = min(left_of(most, jobs), self._there.pool.num_free)  # evict nothing, or stores would never end
-            jobs += watermark.store(self._requested_twice(left), self._requested_stop, left)
+            runs = self._within_ceilings(self._requested_twice(left))
+            jobs += watermark.store(runs, self._requested_stop, left)
             if left_of(most, jobs) <= 0:
                 watermark.seen = ()  # more blocks may be left to store, even if nothing changes
         return jobs
@@ -111,6 +115,20 @@ class LowerStores:
         host = self._host
         return (host.num_evicted - host.pool.num_free) // self.watermark.step, self._there.num_resets
 
+    def _within_ceilings(self, runs: list[Run]) -> list[Run]:
+        """Those of `runs` that a store brings without evicting blocks of the same account."""
+        quotas, found = self.quotas(), list[Run]()
+        if quotas is None:
+            return runs
+        left: dict[int, int] = {}
+        for run in runs:
+            number, num_blocks = quotas.number_of(run), self._num_blocks(run, self._host)
+            room = left.setdefault(number, quotas.num_left(self._there.tier, number))
+            if num_blocks <= room:
+                left[number] = room - num_blocks
+                found.append(run)
+        return found
+
     def plan_flush(self, most: int) -> list[Job]:
         """Store at most `most` blocks that the tier lacks, the most recently used first. Only blocks that fit into the
         tier together are stored, so no call evicts a block that an earlier call has stored."""
@@ -127,14 +145,18 @@ class LowerStores:
         they are pinned, so no eviction order has them."""
         jobs = [job for job in self.watermark.jobs.unsettled.values() if job.plan.destination is self._there.tier]
         runs = [run for job in jobs for run in job.run.path()] + [part.run for part in parts]
-        stops, left = dict[Run, int](), self._there.capacity
+        stops, left, width = dict[Run, int](), self._there.capacity, self.watermark.cache.layout.width
+        quotas, own = self.quotas(), dict[int, int]()
         for run in dict.fromkeys(runs):
             num_blocks = sum(self._num_held(part) for part in run.parts_in(self._host.tier))
+            number = 0 if quotas is None else quotas.number_of(run)
+            ceiling = left if quotas is None else quotas.ceiling(self._there.tier, number)
+            fits = min(left, own.setdefault(number, ceiling))
+            stops[run] = run.stop if num_blocks <= fits else run.start + fits // width  # the end is evicted first
             if num_blocks > left:
-                stops[run] = run.start + left // self.watermark.cache.layout.width  # the end is evicted first
                 break
-            stops[run] = run.stop
-            left -= num_blocks
+            left -= min(num_blocks, fits)
+            own[number] = max(0, own[number] - num_blocks)
         return stops
 
     def _num_held(self, part: Part) -> int:
@@ -187,5 +209,7 @@ def stores_to(ledger: CacheBase, tier: Tier, counts: RequestCounts | None = None
     # The step skips scans after small changes, because a scan for blocks that were requested twice walks the host's
     # eviction order.
     return LowerStores(
-        EvictionWatermark(cache, jobs, down, most, ledger.layout.components, max(1, most // STEPS)), counts
+        EvictionWatermark(cache, jobs, down, most, ledger.layout.components, max(1, most // STEPS)),
+        counts,
+        lambda: ledger.find(QuotaAccounts),
     )

@@ -8,6 +8,7 @@ import pytest
 
 from aoffload import ConfigError, KVCacheGroup, OffloadConfig, SlidingWindow
 from aoffload._vllm.settings import KEYS, offload_config, with_a_step_in_flight, with_windows_as_retained
+from aoffload.ledger import Quota, Quotas
 
 GROUPS = [KVCacheGroup("full", block_size=32)]
 
@@ -48,6 +49,16 @@ def test_bytes_are_those_of_the_server(key: str) -> None:
 def test_blocks_are_counted_once() -> None:
     """A block has a part on every rank, so their number is not divided."""
     assert made(4, num_host_blocks=100).num_host_blocks == 100
+
+
+def test_quotas_are_those_of_the_server() -> None:
+    """By salt; each rank takes its part of the sizes in host memory."""
+    table = {"default": {"host_ceiling": "4GiB"}, "salts": {"secret": {"host_floor": "2GiB", "name": "team-a"}}}
+    quotas = made(4, host_bytes="16GiB", quotas=table).quotas
+    assert quotas == Quotas({"secret": Quota(host_floor=2**29, name="team-a")}, Quota(host_ceiling=2**30))
+    with pytest.raises(ConfigError, match="kv_connector_extra_config") as wrong:
+        made(host_bytes="1GiB", quotas={"salts": {"secret": {"floor": 1}}})
+    assert wrong.value.argument == "quotas.salts[1].floor" and "secret" not in str(wrong.value)
 
 
 def test_other_keys_are_passed_on() -> None:
