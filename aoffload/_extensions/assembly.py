@@ -7,6 +7,7 @@ Handle | verbs | present
 --- | --- | ---
 `pins` | `hold`, `release`, `drop` | always
 `transfers` | `prefetch`, `demote`, `cancel` | always; a `HostCache` only cancels
+`hints` | `apply`, `apply_all`, `reject` | always
 `forks`, `preemption`, `invalidation`, `overlap` | | always; not in a `HostCache`
 `reports` | `requests`, `holders` | always
 `write_back` | `plan` | if `store_policy` has a watermark; not in a `HostCache`
@@ -45,6 +46,7 @@ from .._tiers.remote.extension import RemoteCounts, RemoteExtension
 from ..errors import ConfigError, InvalidArgument
 from .explain import Reports
 from .forks import Forks
+from .hints import Hints, HintStatistics
 from .integrity import check_integrity
 from .invalidation import Invalidation
 from .lazy import WriteBack
@@ -118,6 +120,8 @@ class LedgerStatistics:
     """Hints in force."""
     eviction: EvictionStatistics | None
     """None unless eviction is learned."""
+    hints: HintStatistics | None
+    """The answers to the hints of `Hints.apply`. None before the first one."""
 
 
 class AnyLedger(CacheBase):
@@ -140,6 +144,11 @@ class AnyLedger(CacheBase):
     def transfers(self) -> CacheTransfers:
         """Cancel fetches; in a `Ledger`, prefetch and demote prompts."""
         return self.add_once(CacheTransfers, CacheTransfers)
+
+    @property
+    def hints(self) -> Hints:
+        """Do what clients say about the future of their prompts."""
+        return self.add_once(Hints, Hints)
 
     @property
     def reports(self) -> Reports:
@@ -190,6 +199,7 @@ class AnyLedger(CacheBase):
         """The counts of blocks, requests and jobs."""
         tiers = {tier.tier: tier.statistics() for tier in self.jobs.tiers.values()}
         pins, remote, eviction = self.find(Pins), self.find(RemoteExtension), self.find(Eviction)
+        hints = self.find(Hints)
         learned = None if eviction is None else eviction.statistics()
         return LedgerStatistics(
             tiers[Tier.DEVICE], tiers[Tier.HOST], len(self.live_requests), self.num_waiting,
@@ -197,6 +207,7 @@ class AnyLedger(CacheBase):
             0 if pins is None else len(pins.held), self.loads_paused, tiers.get(Tier.DISK), tiers.get(Tier.CUSTOM),
             None if remote is None else remote.counts, () if learned is None else learned.learned,
             0 if eviction is None else eviction.num_hints, learned,
+            None if hints is None else hints.statistics(),
         )  # fmt: skip
 
     def explain(self) -> str:
@@ -207,7 +218,8 @@ class AnyLedger(CacheBase):
             live += f", {moving:,} cell{'' if moving == 1 else 's'} on the way"
         lower = [("host", found.host), ("disk", found.disk), ("custom", found.custom)]
         below = [tier.counted(name) for name, tier in lower if tier is not None and tier.num_blocks]
-        about = "\n".join((self._about(found, live), *below, *self._evicts(found)))
+        hints = () if found.hints is None else (str(found.hints),)
+        about = "\n".join((self._about(found, live), *below, *self._evicts(found), *hints))
         return explained(about, self.reports.requests(), self.reports.holders())
 
     def _about(self, found: LedgerStatistics, live: str) -> str:

@@ -6,6 +6,7 @@ Handle | verbs | present
 `transfers` | `prefetch`, `demote` | always; not in a `HostCacheRuntime`
 `fetches` | `fetch` | if there is a tier below the host
 `eviction` | `hint` | if `eviction` is learned
+`hints` | `pin`, `prefetch`, `demote`, `returns`, `done`, `apply` | always
 `disk` | `wait_restored` | if `disk` is configured
 `reports` | `requests`, `holders` | always
 
@@ -30,8 +31,21 @@ import anyio
 import attrs
 
 from .._common.arguments import number_of, shown
+from .._common.hints import (
+    VERBS,
+    DemoteHint,
+    DoneHint,
+    GivenHint,
+    Hint,
+    HintVerb,
+    PinHint,
+    PrefetchHint,
+    ReturnsHint,
+    read_hints,
+)
 from .._common.prefix import Identity, Prefix, TokenIds
 from .._config.config import MAX_SECONDS
+from .._extensions.hints import HintAnswer
 from .._extensions.pins import Pin, PinState
 from .._extensions.prefetch import Demotion, DeviceTransfers, Prefetch
 from .._extensions.status import Holder, RequestStatus
@@ -325,6 +339,69 @@ class RuntimeEviction(Handle):
         found: int = session.ledger.eviction.hint(prefix, expires_at=expires_at, category=category)
         session.worker.watch(expires_at)
         return found
+
+
+class RuntimeHints(Handle):
+    """`runtime.hints`: does what clients say about the future of their prompts.
+
+    `cache_salt`, `adapter_key` and `key_spans` are as of a request for the prompt. The copies of a hint finish on their
+    own.
+    """
+
+    def pin(self, token_ids: TokenIds, ttl_s: float, **identity: Unpack[Identity]) -> HintAnswer:
+        """Keep the cached part of a prompt for `ttl_s` seconds, at most `max_hint_pin_s`. No block ends the pin."""
+        return self._give("hints.pin", token_ids, identity, PinHint(ttl_s))
+
+    def prefetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> HintAnswer:
+        """Begin to bring a prompt up: from the tiers below the host into the host and, in an `OffloadRuntime`, from
+        there to the device."""
+        return self._give("hints.prefetch", token_ids, identity, PrefetchHint())
+
+    def demote(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> HintAnswer:
+        """End the pins of hints for a prompt, and begin to move its blocks from the device to the host. In a
+        `HostCacheRuntime`: free the host blocks that a tier below has, too."""
+        return self._give("hints.demote", token_ids, identity, DemoteHint())
+
+    def returns(
+        self, token_ids: TokenIds, *, in_s: float | None = None, category: str = "", **identity: Unpack[Identity]
+    ) -> HintAnswer:
+        """Say that a prompt will be requested again, in `in_s` seconds. Needs learned eviction."""
+        return self._give("hints.returns", token_ids, identity, ReturnsHint(in_s, category))
+
+    def done(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> HintAnswer:
+        """Say that a prompt will never be requested again. Ends the pins of hints for it."""
+        return self._give("hints.done", token_ids, identity, DoneHint())
+
+    def apply(self, token_ids: TokenIds, given: object, **identity: Unpack[Identity]) -> tuple[HintAnswer, ...]:
+        """Do what `given` says about a prompt: a hint such as `PinHint(60)`, or the payload of a client, which may be
+        any object. An action of a payload that cannot be read is rejected with a reason, and raises nothing."""
+        prefix = self._session.prefix("hints.apply", token_ids, identity)
+        actions = [GivenHint.of(given)] if type(given) in VERBS else read_hints(given)  # type: ignore[arg-type]
+        return self._apply(prefix, actions)
+
+    def _give(self, call: str, token_ids: TokenIds, identity: Identity, hint: Hint) -> HintAnswer:
+        prefix = self._session.prefix(call, token_ids, identity)
+        (answer,) = self._apply(prefix, [GivenHint.of(hint)])
+        return answer
+
+    def _apply(self, prefix: Prefix, actions: Sequence[GivenHint]) -> tuple[HintAnswer, ...]:
+        session = self._session
+
+        def go_on() -> None:
+            # The fetch of a prefetch is over: its blocks are in the host.
+            if session.is_open and session.ledger.lookup(prefix).num_host_tokens:
+                session.submit_transfers(hints.apply(prefix, PrefetchHint(), session.now()).plans)
+
+        hints: Hints = session.ledger.hints
+        found: list[HintAnswer] = []
+        for action in actions:
+            wake = go_on if action.verb is HintVerb.PREFETCH and not session.ledger.is_engine_owned else do_nothing
+            (answer,) = hints.apply_all(prefix, [action], session.now(), wake=wake)
+            session.submit_transfers(answer.plans)
+            found.append(answer)
+        if session.ledger.pins.held:
+            session.worker.watch(session.ledger.next_lapse)
+        return tuple(found)
 
 
 class RuntimeDisk(Handle):

@@ -136,7 +136,10 @@ class Listener:
         """An event that begins and ends nothing: of a kind in `TOLD`, or an alarm."""
 
 
-TOLD = (Kind.DECLINED, Kind.SKIPPED_FETCH, Kind.EVICTION, Kind.HINT, Kind.REFUSAL, Kind.SKIPPED_STORE, Kind.ALARM)
+TOLD = (
+    Kind.DECLINED, Kind.SKIPPED_FETCH, Kind.EVICTION, Kind.HINT, Kind.HINT_ANSWER, Kind.REFUSAL, Kind.SKIPPED_STORE,
+    Kind.ALARM,
+)  # fmt: skip
 ALARMS = (Kind.ALARM, Kind.RUNTIME)
 """Kinds of events that need attention. A listener receives only those events of a runtime that report a close with
 copies in quarantine."""

@@ -157,6 +157,8 @@ class Kind(enum.Enum):
     EVICTION = "eviction"
     """A tier with learned eviction uses another order."""
     HINT = "hint"
+    HINT_ANSWER = "hint answer"
+    """The answer to a hint of a client."""
     TIER = "tier"
     """A tier below host memory: opened, or read back."""
     PIN = "pin"
@@ -220,6 +222,7 @@ def _meanings() -> dict[str, Meaning]:
         "eviction_switched": Meaning(Kind.EVICTION, "switched"),
         "hint_given": Meaning(Kind.HINT, "given"),
         "hint_ended": Meaning(Kind.HINT, "ended"),
+        "hint_answered": Meaning(Kind.HINT_ANSWER, "answered"),
         "fetch_declined": Meaning(Kind.DECLINED, "fetch"),
         "load_declined": Meaning(Kind.DECLINED, "load"),
     }  # fmt: skip

@@ -9,7 +9,7 @@ import attrs
 
 from .book import Listener
 from .events import Event, Kind
-from .sentences import ruling, storage
+from .sentences import answer_to_hint, ruling, storage
 from .timelines import LINKS, UNFINISHED, HopRow, JobTimeline, RuntimeLife, Timeline
 
 # -- durations -------------------------------------------------------------------------------------------------------
@@ -151,6 +151,8 @@ class Figures(Listener):
     switches: Tally = attrs.field(factory=Tally)
     """Switches by tier and new eviction order."""
     hints: Tally = attrs.field(factory=Tally)
+    hint_answers: Tally = attrs.field(factory=Tally)
+    """Answers to hints of clients by verb, outcome and reason."""
     skipped_stores: Tally = attrs.field(factory=Tally)
     skipped_blocks: Tally = attrs.field(factory=Tally)
     alarms: Tally = attrs.field(factory=Tally)
@@ -206,6 +208,8 @@ class Figures(Listener):
                 return self.switches, ruling(event), 1
             case Kind.HINT:
                 return self.hints, "given" if state == "given" else event.text("outcome"), 1
+            case Kind.HINT_ANSWER:
+                return self.hint_answers, answer_to_hint(event), event.count("num_tokens")
             case Kind.SKIPPED_STORE:
                 return self.skipped_stores, event.text("reason"), event.count("num_blocks")
             case _:

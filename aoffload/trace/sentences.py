@@ -191,6 +191,16 @@ def _switched(event: Event) -> str:
     return f"{ruling(event)} from now on: hits of the guard's caches lately {hits}"
 
 
+def answer_to_hint(event: Event) -> str:
+    """The answer to a hint of a client, without its number of tokens."""
+    reason = event.text("reason")
+    return plain(f"{event.text('verb')} {event.text('outcome')}{f', {reason}' if reason else ''}")
+
+
+def _hint_answered(event: Event) -> str:
+    return f"a client's hint: {answer_to_hint(event)} ({counted(event.count('num_tokens'), 'token')})"
+
+
 def _demotion(event: Event) -> str:
     words = {"moving": "begins to send blocks away;", "done": "is over;", "cancelled": "was given up;"}
     return f"{words[event.meaning.state]} {counted(event.count('num_blocks'), 'device block')} given back"
@@ -267,6 +277,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str]] = {
     "storage_left_alone": _left_alone,
     "storage_back": _back,
     "eviction_switched": _switched,
+    "hint_answered": _hint_answered,
     "demotion_moving": _demotion,
     "demotion_done": _demotion,
     "demotion_cancelled": _demotion,

@@ -179,6 +179,9 @@ def _eviction(figures: Figures) -> list[str]:
         counts = [(name, count) for name, count in figures.hints.highest_first() if name != "given"]
         ends = ", ".join(f"{count:,} {plain(name)}" for name, count in counts)
         found.append(f"{counted(figures.hints.count('given'), 'hint')} given: {ends or 'none over'}")
+    if figures.hint_answers.total:
+        found.append(f"{counted(figures.hint_answers.total, 'hint')} of clients answered")
+        found += [f"  {words}: {counted(count, 'time')}" for words, count in figures.hint_answers.highest_first()]
     return found
 
 

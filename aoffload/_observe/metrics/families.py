@@ -10,7 +10,7 @@ import attrs
 from aoffload import Tier
 from aoffload._common.tiers import CACHE_TIERS, TIERS
 from aoffload._transfer.breaker import Use
-from aoffload.ledger import Direction, EvictionRule, HintEnd, Outcome
+from aoffload.ledger import Direction, EvictionRule, HintEnd, HintOutcome, HintReason, HintVerb, Outcome
 
 
 class Kind(enum.Enum):
@@ -69,6 +69,11 @@ _SKIPPED = (
 _STATE, _TIER, _BELOW = {"state": _STAYS}, {"tier": _TIERS}, {"tier": LOWER}
 _BLOCK_STATES = {"state": ("free", "cached", "pinned", "quarantined")}
 _LINK = {"direction": _DIRECTIONS, "tier": _LINKS}
+_ANSWER = {
+    "verb": tuple(verb.value for verb in HintVerb),
+    "outcome": tuple(outcome.value for outcome in HintOutcome),
+    "reason": tuple(reason.value for reason in HintReason),
+}
 _GAUGE, _COUNTER, _HISTOGRAM = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
 _LOWER, _LEARNED = ShownWith.LOWER_TIERS, ShownWith.LEARNED_EVICTION
 
@@ -111,6 +116,10 @@ FAMILIES = (
         "aoffload_hints_ended_total", _COUNTER, {"outcome": tuple(end.value for end in HintEnd)},
         "Hints that are over.", _LEARNED,
     ),
+    Family(
+        "aoffload_hint_answers_total", _COUNTER, _ANSWER, "Hints of clients by their answer."
+    ),
+    Family("aoffload_hint_pins", _GAUGE, {}, "Prompts that a hint of a client keeps cached by a pin."),
     Family("aoffload_pins", _GAUGE, {}, "Prompts that somebody keeps cached by a pin."),
     Family(
         "aoffload_jobs", _GAUGE, {"state": ("queued", "launched", "quarantined")},

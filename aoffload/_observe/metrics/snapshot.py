@@ -13,7 +13,18 @@ from aoffload import Tier
 from aoffload._kernel.pools import LeastRecentlyUsed, TierBlocks
 from aoffload._observe.observers import each_observer
 from aoffload._transfer.breaker import LeftAlone, Use
-from aoffload.ledger import EvictionRule, EvictionStatistics, LedgerLog, LedgerStatistics, Observers, TierStatistics
+from aoffload.ledger import (
+    EvictionRule,
+    EvictionStatistics,
+    HintOutcome,
+    HintReason,
+    HintStatistics,
+    HintVerb,
+    LedgerLog,
+    LedgerStatistics,
+    Observers,
+    TierStatistics,
+)
 
 from ..._eviction.extension import Eviction
 from ..._extensions.assembly import AnyLedger
@@ -119,6 +130,8 @@ def _standing(ledger: AnyLedger, found: LedgerStatistics) -> Iterator[tuple[str,
     if found.eviction is not None:
         yield from _learned(found.eviction)
         yield "aoffload_hints", _one(found.num_hints)
+    yield "aoffload_hint_answers_total", _hint_answers(found.hints)
+    yield "aoffload_hint_pins", _one(0 if found.hints is None else found.hints.num_pins)
     yield "aoffload_pins", _one(found.num_pins)
     jobs = Counter(job.state.value for job in ledger.jobs.unsettled.values())
     jobs["quarantined"] = len(ledger.jobs.quarantined)
@@ -135,6 +148,14 @@ def _standing(ledger: AnyLedger, found: LedgerStatistics) -> Iterator[tuple[str,
     yield "aoffload_lost_log_events_total", _one(num_lost)
     num_failures = sum(one.num_failures for one in told if isinstance(one, Observers))
     yield "aoffload_observer_failures_total", _one(num_failures)
+
+
+def _hint_answers(found: HintStatistics | None) -> list[Sample]:
+    """Each answer that was given, and zeros of those that every program can get, because a rate needs a first
+    sample."""
+    accepted = [(verb, HintOutcome.ACCEPTED, HintReason.NONE) for verb in HintVerb if verb is not HintVerb.UNKNOWN]
+    answers = dict.fromkeys(accepted, 0) | dict({} if found is None else found.answers)
+    return [Sample(tuple(each.value for each in key), number) for key, number in answers.items()]
 
 
 def _evicted(tiers: Iterable[TierBlocks], found: EvictionStatistics | None) -> Iterator[Sample]:
