@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack
 
@@ -45,7 +45,7 @@ from .._common.hints import (
 )
 from .._common.prefix import Identity, Prefix, TokenIds
 from .._config.config import MAX_SECONDS
-from .._extensions.hints import HintAnswer
+from .._extensions.hints import HintAnswer, HintOutcome, Hints
 from .._extensions.pins import Pin, PinState
 from .._extensions.prefetch import Demotion, DeviceTransfers, Prefetch
 from .._extensions.status import Holder, RequestStatus
@@ -263,6 +263,23 @@ class PendingDemotion(_Pending[Demotion]):
         return self._transfer.num_blocks
 
 
+class _HintedFetch(PendingFetch):
+    """The fetch of a prefetch hint. Once it is over, the prompt is loaded onto the device, if the ledger has one."""
+
+    def __init__(self, session: Session[Any], prefix: Prefix) -> None:
+        self._prefix = prefix
+        super().__init__(session, prefix)
+
+    def _wake(self) -> None:
+        if self.is_over:
+            self._session.call_later(self._go_on)  # not inside of the call of the ledger that ended the fetch
+
+    def _go_on(self) -> None:
+        transfers = self._session.ledger.transfers
+        if self._session.is_open and isinstance(transfers, DeviceTransfers):
+            self._session.submit_transfers(transfers.prefetch(self._prefix).plans)
+
+
 @attrs.frozen(repr=False)
 class Handle:
     """Base of the handles of a runtime."""
@@ -385,23 +402,27 @@ class RuntimeHints(Handle):
         return answer
 
     def _apply(self, prefix: Prefix, actions: Sequence[GivenHint]) -> tuple[HintAnswer, ...]:
-        session = self._session
-
-        def go_on() -> None:
-            # The fetch of a prefetch is over: its blocks are in the host.
-            if session.is_open and session.ledger.lookup(prefix).num_host_tokens:
-                session.submit_transfers(hints.apply(prefix, PrefetchHint(), session.now()).plans)
-
+        session, found = self._session, list[HintAnswer]()
         hints: Hints = session.ledger.hints
-        found: list[HintAnswer] = []
         for action in actions:
-            wake = go_on if action.verb is HintVerb.PREFETCH and not session.ledger.is_engine_owned else do_nothing
-            (answer,) = hints.apply_all(prefix, [action], session.now(), wake=wake)
-            session.submit_transfers(answer.plans)
+            answer = self._fetch(prefix, action) if type(action.hint) is PrefetchHint and session.lower_tiers else None
+            if answer is None:
+                (answer,) = hints.apply_all(prefix, [action], session.now())
+                session.submit_transfers(answer.plans)
             found.append(answer)
-        if session.ledger.pins.held:
-            session.worker.watch(session.ledger.next_lapse)
+        session.worker.watch(session.ledger.next_lapse)
         return tuple(found)
+
+    def _fetch(self, prefix: Prefix, action: GivenHint) -> HintAnswer | None:
+        """Begin to fetch `prefix` from the tiers below the host. None: they have nothing more, as far as is known."""
+        session = self._session
+        num_tokens = session.ledger.lookup(prefix).num_lower_tokens
+        if _HintedFetch(session, prefix).is_over:
+            return None
+        hints: Hints = session.ledger.hints
+        return hints.answered(
+            HintAnswer(HintVerb.PREFETCH, HintOutcome.ACCEPTED, num_tokens=num_tokens, action_id=action.action_id)
+        )
 
 
 class RuntimeDisk(Handle):

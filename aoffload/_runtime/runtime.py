@@ -80,7 +80,15 @@ from .._transfer.transport import (
 )
 from ..errors import ConfigError, InvalidArgument, RequestAborted, RuntimeClosed, TransferRefused, WrongThread
 from .costs import MOST_TOKENS, LoadCosts, PrefillSpeed, check_report
-from .handles import RuntimeDisk, RuntimeEviction, RuntimeFetches, RuntimePins, RuntimeReports, RuntimeTransfers
+from .handles import (
+    RuntimeDisk,
+    RuntimeEviction,
+    RuntimeFetches,
+    RuntimeHints,
+    RuntimePins,
+    RuntimeReports,
+    RuntimeTransfers,
+)
 from .loading import PendingLoad
 from .request import EngineRequest, Request, RequestBase
 from .session import AnyFace, PromptOptions, Session, SessionLife
@@ -477,6 +485,11 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         """Give hints. `ConfigError("eviction")` unless eviction is learned."""
         _ = self.ledger.eviction
         return RuntimeEviction(self._session, self)
+
+    @property
+    def hints(self) -> RuntimeHints:
+        """Do what clients say about the future of their prompts."""
+        return RuntimeHints(self._session, self)
 
     @property
     def disk(self) -> RuntimeDisk:
