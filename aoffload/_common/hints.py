@@ -90,11 +90,11 @@ def _seconds(name: str, value: object) -> float:
     return seconds
 
 
-def _check_seconds(_: object, attribute: Any, value: object) -> None:
+def _check_seconds(_: object, attribute: Any, value: Any) -> None:
     _seconds(attribute.name, value)
 
 
-def _check_category(_: object, __: Any, value: object) -> None:
+def _check_category(_: object, __: Any, value: Any) -> None:
     if len(check_text("category", value)) > MAX_CATEGORY:
         raise InvalidArgument("category", f"must have at most {MAX_CATEGORY} characters, got {len(str(value)):,}")
 
@@ -173,6 +173,8 @@ def read_hints(payload: object) -> list[GivenHint]:
 
 
 def _read_action(action: object) -> GivenHint:
+    if type(action) is GivenHint:  # a program has read it before
+        return action
     if type(action) is not dict:
         return GivenHint(HintVerb.UNKNOWN, None, HintReason.MALFORMED)
     action_id = _read_id(action.get("action_id"))
