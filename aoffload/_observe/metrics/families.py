@@ -69,11 +69,8 @@ _SKIPPED = (
 _STATE, _TIER, _BELOW = {"state": _STAYS}, {"tier": _TIERS}, {"tier": LOWER}
 _BLOCK_STATES = {"state": ("free", "cached", "pinned", "quarantined")}
 _LINK = {"direction": _DIRECTIONS, "tier": _LINKS}
-_ANSWER = {
-    "verb": tuple(verb.value for verb in HintVerb),
-    "outcome": tuple(outcome.value for outcome in HintOutcome),
-    "reason": tuple(reason.value for reason in HintReason),
-}
+_ANSWER = {"verb": tuple(verb.value for verb in HintVerb), "outcome": tuple(outcome.value for outcome in HintOutcome)}
+_WHY = {"reason": tuple(reason.value for reason in HintReason if reason is not HintReason.NONE)}
 _GAUGE, _COUNTER, _HISTOGRAM = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
 _LOWER, _LEARNED = ShownWith.LOWER_TIERS, ShownWith.LEARNED_EVICTION
 
@@ -116,9 +113,8 @@ FAMILIES = (
         "aoffload_hints_ended_total", _COUNTER, {"outcome": tuple(end.value for end in HintEnd)},
         "Hints that are over.", _LEARNED,
     ),
-    Family(
-        "aoffload_hint_answers_total", _COUNTER, _ANSWER, "Hints of clients by their answer."
-    ),
+    Family("aoffload_hints_answered_total", _COUNTER, _ANSWER, "Hints of clients by verb and answer."),
+    Family("aoffload_hints_refused_total", _COUNTER, _WHY, "Hints of clients that were clipped or rejected."),
     Family("aoffload_hint_pins", _GAUGE, {}, "Prompts that a hint of a client keeps cached by a pin."),
     Family("aoffload_pins", _GAUGE, {}, "Prompts that somebody keeps cached by a pin."),
     Family(

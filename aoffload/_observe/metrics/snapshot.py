@@ -16,10 +16,7 @@ from aoffload._transfer.breaker import LeftAlone, Use
 from aoffload.ledger import (
     EvictionRule,
     EvictionStatistics,
-    HintOutcome,
-    HintReason,
     HintStatistics,
-    HintVerb,
     LedgerLog,
     LedgerStatistics,
     Observers,
@@ -130,8 +127,7 @@ def _standing(ledger: AnyLedger, found: LedgerStatistics) -> Iterator[tuple[str,
     if found.eviction is not None:
         yield from _learned(found.eviction)
         yield "aoffload_hints", _one(found.num_hints)
-    yield "aoffload_hint_answers_total", _hint_answers(found.hints)
-    yield "aoffload_hint_pins", _one(0 if found.hints is None else found.hints.num_pins)
+    yield from _hints(found.hints)
     yield "aoffload_pins", _one(found.num_pins)
     jobs = Counter(job.state.value for job in ledger.jobs.unsettled.values())
     jobs["quarantined"] = len(ledger.jobs.quarantined)
@@ -150,12 +146,17 @@ def _standing(ledger: AnyLedger, found: LedgerStatistics) -> Iterator[tuple[str,
     yield "aoffload_observer_failures_total", _one(num_failures)
 
 
-def _hint_answers(found: HintStatistics | None) -> list[Sample]:
-    """Each answer that was given, and zeros of those that every program can get, because a rate needs a first
-    sample."""
-    accepted = [(verb, HintOutcome.ACCEPTED, HintReason.NONE) for verb in HintVerb if verb is not HintVerb.UNKNOWN]
-    answers = dict.fromkeys(accepted, 0) | dict({} if found is None else found.answers)
-    return [Sample(tuple(each.value for each in key), number) for key, number in answers.items()]
+def _hints(found: HintStatistics | None) -> Iterator[tuple[str, Iterable[Sample]]]:
+    """Answers to the hints of clients, and their pins."""
+    answers, reasons = Counter[tuple[str, str]](), Counter[str]()
+    for (verb, outcome, reason), number in ({} if found is None else found.answers).items():
+        answers[verb.value, outcome.value] += number
+        reasons[reason.value] += number
+    name = "aoffload_hints_answered_total"
+    keys = product(LABEL_VALUES[name, "verb"], LABEL_VALUES[name, "outcome"])
+    yield name, [Sample(key, answers[key]) for key in keys]
+    yield "aoffload_hints_refused_total", _each("aoffload_hints_refused_total", "reason", reasons)
+    yield "aoffload_hint_pins", _one(0 if found is None else found.num_pins)
 
 
 def _evicted(tiers: Iterable[TierBlocks], found: EvictionStatistics | None) -> Iterator[Sample]:

@@ -221,7 +221,6 @@ COMPLETION_TOKENS = 16
 CHAT_TOKENS = 256
 """OpenAI's default is the rest of the context. Here blocks are granted before a request begins, so longer answers have
 to be requested."""
-_HINTS = ("cache_control", "prompt_cache_retention", "kv_hints")
 NOTHING_MARKED: Mapping[int, GivenHint] = MappingProxyType({})
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -328,7 +327,12 @@ def _read_common(
         cache_salt=_read_salt_of(fields, limits),
         reads_cache=offload.optional("read", boolean, True),
         is_stored=offload.optional("store", boolean, True),
-        hints=hints_of(*[fields.optional(name, _anything, None) for name in _HINTS], marked),
+        hints=hints_of(
+            control=fields.optional("cache_control", _anything, None),
+            retention=fields.optional("prompt_cache_retention", _anything, None),
+            payload=fields.optional("kv_hints", _anything, None),
+            marked=marked,
+        ),
     )
     offload.finish()
     fields.finish()

@@ -5,9 +5,9 @@
     prompt_cache_retention   as clients of OpenAI's API send it: `24h` is a pin for a day
     kv_hints                 the payload that vLLM takes, with every verb
 
-A hint never fails a request. A value that cannot be read is ignored, counted, and answered with a reason. Prefetches are
-applied before the prompt is computed, all others after the answer is complete, for prompt and answer. If the answer is
-not complete, because its client hung up for example, only `done` counts.
+A hint never fails a request. A value that cannot be read is ignored, counted, and answered with a reason. Prefetches
+are applied before the prompt is computed, all others after the answer is complete, for prompt and answer. If the answer
+is not complete, because its client hung up for example, only `done` counts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def read_retention(value: object) -> GivenHint | None:
 
 
 def hints_of(
-    control: object, retention: object, payload: object, marked: Mapping[int, GivenHint]
+    *, control: object, retention: object, payload: object, marked: Mapping[int, GivenHint]
 ) -> tuple[ClientHint, ...]:
     """All hints of a body. `marked`: the `cache_control` of messages, by the number of messages up to each."""
     found = [ClientHint(hint, number) for number, hint in sorted(marked.items())[-MAX_MARKED:]]
