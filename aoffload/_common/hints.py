@@ -205,6 +205,8 @@ def _read_id(value: object) -> str:
 
 def _bounded(name: str, value: object) -> float:
     """Seconds. A time that is too long is as good as `MAX_HINT_SECONDS`; infinity is no time."""
+    if type(value) not in (int, float):  # `isinstance` would read an attribute of the value
+        raise InvalidArgument(name, "must be a number of seconds")
     seconds = number_of(value)
     return _seconds(name, value if seconds is None or math.isinf(seconds) else min(seconds, MAX_HINT_SECONDS))
 
