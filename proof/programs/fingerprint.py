@@ -99,7 +99,7 @@ def changes(before: dict[str, object], after: dict[str, object]) -> list[str]:
     ]
 
 
-HANDLES = ("pins", "transfers", "reports", "forks", "preemption", "invalidation", "overlap")
+HANDLES = ("pins", "transfers", "hints", "reports", "forks", "preemption", "invalidation", "overlap")
 """Handles whose features are made when they are read first."""
 
 

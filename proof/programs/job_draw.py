@@ -10,14 +10,23 @@ from aoffload._kernel.states import JobState
 
 from .ledger_jobs import JobCalls
 from .program import Call
+from .vocabulary import VERBS
 
-__all__ = ["JobDraw", "drawn_hint"]
+__all__ = ["JobDraw", "drawn_client_hint", "drawn_hint"]
 
 
 def drawn_hint(rng: random.Random, identity: dict[str, Any]) -> Call:
     """A hint about a prompt, some of them of a category."""
     category = {"category": rng.choice(("search", "shell"))} if rng.random() < 0.5 else {}
     return Call("hint", {**identity, "expires_at": float(rng.randint(0, 50)), **category})
+
+
+def drawn_client_hint(rng: random.Random, identity: dict[str, Any]) -> Call:
+    """A hint of a client, mostly a pin. Some have times that no program may give."""
+    args: dict[str, Any] = {**identity, "verb": rng.choice(("pin", "pin", "pin", *VERBS))}
+    if rng.random() < 0.5:
+        args |= {"ttl_s": rng.choice((0.5, 3.0, 20.0, 1e6, 0, -1.0, True)), "now": float(rng.randint(0, 50))}
+    return Call("client_hint", args)
 
 
 class JobDraw:

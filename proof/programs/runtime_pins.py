@@ -60,6 +60,19 @@ class ClientCalls(RequestCalls):
         if found:
             self.stage.met("hint")
 
+    async def _do_client_hint(self, args: Any) -> None:
+        """Answers, raises nothing for good arguments, and its pins end in time."""
+        runtime, verb = self.stage.runtime, args["verb"]
+        hints, tokens, identity = runtime.hints, args["tokens"], self.stage.identity(args)
+        timed = {"pin": {"ttl_s": args.get("ttl_s", 5.0)}, "returns": {"in_s": args.get("ttl_s")}}.get(verb, {})
+        answer = self.stage.attempt(f"client {verb}", lambda: getattr(hints, verb)(tokens, **timed, **identity))
+        if answer is None:
+            return
+        latest = runtime._session.now() + runtime.config.max_hint_pin_s
+        if any(pin.expires_at > latest for pin in runtime.ledger.hints.pins):
+            raise Violation("a leak", "the pin of a hint lasts too long")
+        self.stage.met("client hint")
+
     async def _do_unpin(self, args: Any) -> None:
         if self._pins:
             pin = self._pins.pop(0)
