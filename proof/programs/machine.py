@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from aoffload._common.prefix import Prefix, Root
 from aoffload._common.tiers import Tier
-from aoffload._extensions.pins import Pin, PinState, pinned_parts
+from aoffload._extensions.pins import PinState, pinned_parts
 from aoffload._kernel.records import Run
 from aoffload._kernel.tokens import TokenSequence
 from aoffload.errors import AoffloadError
@@ -39,12 +39,6 @@ def hint_of(verb: str, ttl_s: Any) -> Any:
     if verb == "returns":
         return ReturnsHint(ttl_s)
     return {"prefetch": PrefetchHint, "demote": DemoteHint, "done": DoneHint}[verb]()
-
-
-def _is_of(pin: Pin, prefix: Prefix, unit_tokens: int) -> bool:
-    """Whether all that `pin` keeps is all of `prefix`, but for a last part of a unit."""
-    whole = prefix.num_tokens // unit_tokens * unit_tokens
-    return pin.sequence.num_tokens == whole and pin.sequence.agrees(TokenSequence(prefix, unit_tokens), whole)
 
 
 class Machine(RemoteCalls):
@@ -176,7 +170,8 @@ class Machine(RemoteCalls):
             self._within_share()
             self._note("client pin", True)
         if verb == "done":
-            held = [pin for pin in hints.pins if _is_of(pin, prefix, self.unit)]
+            prompt = hints._digest(TokenSequence(prefix, self.unit))
+            held = [given.pin for given in hints._given if given.prompt == prompt]
             self._require(not held, "what is done is pinned no more", held)
         self._note("client hint", True)
         return f"{verb} {answer.outcome.value} {answer.reason.value} {answer.num_tokens}"
