@@ -55,7 +55,7 @@ from .._eviction.extension import Eviction
 from .._kernel.base import check_time
 from .._kernel.events import Event
 from .._kernel.extension import LedgerExtension
-from .._kernel.index import covered, find_hit
+from .._kernel.index import covered, find_hit, jobs_into
 from .._kernel.plans import TransferPlan
 from .._kernel.records import Job, Run
 from .._kernel.tokens import TokenSequence
@@ -342,15 +342,20 @@ class Hints(LedgerExtension):
 
     def _demote_device(self, transfers: DeviceTransfers, prefix: Prefix, sequence: TokenSequence) -> HintAnswer:
         verb, unit = HintVerb.DEMOTE, self._cache.layout.unit_tokens
-        leaving = sum(run.stop - run.start for run in transfers.leaving(sequence)) * unit
-        if not leaving:
-            is_there = find_hit(self._cache.index, sequence, self._cache.layout, sequence.num_tokens // unit)
-            reason = HintReason.IN_USE if is_there.device_stop else HintReason.NOTHING_CACHED
-            return HintAnswer(verb, HintOutcome.REJECTED, reason)
+        num_tokens = sum(run.stop - run.start for run in transfers.leaving(sequence)) * unit
+        if not num_tokens:
+            limit = sequence.num_tokens // unit
+            num_tokens = find_hit(self._cache.index, sequence, self._cache.layout, limit).device_stop * unit
+            if not num_tokens:
+                return HintAnswer(verb, HintOutcome.REJECTED, HintReason.NOTHING_CACHED)
+            path = [run for run, _ in self._cache.index.walk(sequence, limit)]
+            # At the end of a request, its own stores keep its blocks. The demotion waits for them.
+            if not any(True for run in path for part in run.parts_in(BELOW) for _ in jobs_into(part)):
+                return HintAnswer(verb, HintOutcome.REJECTED, HintReason.IN_USE)
         demotion = transfers.demote(prefix)
         if demotion.is_over and not demotion.num_blocks:  # the host cannot hold them
             return HintAnswer(verb, HintOutcome.REJECTED, HintReason.NO_ROOM)
-        return HintAnswer(verb, HintOutcome.ACCEPTED, num_tokens=leaving, plans=demotion.plans)
+        return HintAnswer(verb, HintOutcome.ACCEPTED, num_tokens=num_tokens, plans=demotion.plans)
 
     def _demote_host(self, sequence: TokenSequence) -> HintAnswer:
         """Free the host blocks at the end of `sequence` that a lower tier has and that nothing else uses."""

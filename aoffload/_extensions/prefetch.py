@@ -125,7 +125,7 @@ class DeviceTransfers(CacheTransfers):
             jobs = self.stores.offer_with_windows(transfer.request, end, leaving[-1].start, end.stop)
             cache.release(lease)  # the jobs have leases of their own
             transfer.plans = tuple(job.plan for job in jobs)
-            self.wait_for_jobs(transfer)
+        self.wait_for_jobs(transfer)  # also if only the stores of its own request keep the blocks
         if kept is not None:
             cache.release(kept)
         self.begin(transfer)

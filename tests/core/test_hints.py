@@ -449,3 +449,21 @@ def test_a_program_is_told_what_is_no_hint(bad: Any) -> None:
     with pytest.raises(InvalidArgument, match="now"):
         driven.ledger.hints.apply(driven.prefix(A), DoneHint(), "soon")  # type: ignore[arg-type]
     assert not driven.ledger.hints.answers
+
+
+def test_a_demotion_waits_for_the_stores_of_its_own_request() -> None:
+    """At the end of a request they still keep its blocks: these are freed as soon as the stores have landed."""
+    driven = Driven(16, 32)
+    request = driven.running(A)
+    stores = [*driven.commit(request), *driven.release(request)]
+    answer = driven.ledger.hints.apply(driven.prefix(A), DemoteHint(), 0.0)
+    assert (answer.outcome, answer.num_tokens, answer.plans) == (ACCEPTED, 16, ())
+    assert driven.hit(A) == (16, 0)
+    driven.land(stores)
+    assert (driven.hit(A), driven.num_pinned()) == ((0, 16), (0, 0))
+    other = driven.running(B)
+    stores = driven.commit(other)
+    driven.ledger.hints.apply(driven.prefix(B), DemoteHint(), 0.0)
+    driven.land(stores)
+    assert driven.hit(B)[0] == 16, "the request still uses them"
+    driven.land(driven.release(other))
