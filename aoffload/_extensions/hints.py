@@ -152,7 +152,7 @@ class Hints(LedgerExtension):
     def __init__(self) -> None:
         self._given: list[_HintPin] = []
         """Some may have ended by themselves."""
-        self.answers = Counter[AnswerKey]()
+        self._answers = Counter[AnswerKey]()
 
     def on_attach(self, ledger: Any) -> None:
         self._ledger, self._cache, self._moves = ledger, ledger.cache, ledger.moves
@@ -199,7 +199,7 @@ class Hints(LedgerExtension):
 
     def answered(self, answer: HintAnswer) -> HintAnswer:
         """Count and report an answer, such as one that a caller gives itself."""
-        self.answers[answer.verb, answer.outcome, answer.reason] += 1
+        self._answers[answer.verb, answer.outcome, answer.reason] += 1
         self._moves.note(HintAnswered(answer.verb, answer.outcome, answer.reason, answer.num_tokens))
         self._ledger.end_call()
         return answer
@@ -210,7 +210,7 @@ class Hints(LedgerExtension):
         return tuple([given.pin for given in self._given if given.pin.state is PinState.HELD])
 
     def statistics(self) -> HintStatistics:
-        return HintStatistics(len(self.pins), dict(self.answers))
+        return HintStatistics(len(self.pins), dict(self._answers))
 
     # -- pin ------------------------------------------------------------------------------------------------------
 

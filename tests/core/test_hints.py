@@ -448,7 +448,7 @@ def test_a_program_is_told_what_is_no_hint(bad: Any) -> None:
         driven.ledger.hints.apply(A, DoneHint(), 0.0)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="now"):
         driven.ledger.hints.apply(driven.prefix(A), DoneHint(), "soon")  # type: ignore[arg-type]
-    assert not driven.ledger.hints.answers
+    assert not driven.ledger.hints.statistics().answers
 
 
 def test_a_demotion_waits_for_the_stores_of_its_own_request() -> None:
