@@ -20,6 +20,7 @@ from .mutants_disk_shell import DISK_SHELL_MUTANTS
 from .mutants_drafts import DRAFT_MUTANTS
 from .mutants_engine import ENGINE_MUTANTS
 from .mutants_extensions import EXTENSION_MUTANTS
+from .mutants_hints import HINT_MUTANTS
 from .mutants_in_flight import IN_FLIGHT_MUTANTS
 from .mutants_layouts import LAYOUT_MUTANTS
 from .mutants_learned_eviction import LEARNED_EVICTION_MUTANTS
@@ -53,5 +54,5 @@ MUTANTS: tuple[Mutant, ...] = (
     + DEVICE_LOSS_MUTANTS + POLICY_MUTANTS
     + REMOTE_CORE_MUTANTS + REMOTE_SHELL_MUTANTS + REMOTE_STORE_MUTANTS + EXTENSION_MUTANTS + TIER_REPORT_MUTANTS
     + SHELL_MUTANTS + DIAGNOSIS_MUTANTS + SUBMISSION_MUTANTS + TRANSFER_MUTANTS + VLLM_MUTANTS + WINDOW_MUTANTS
-    + LAYOUT_MUTANTS + DRAFT_MUTANTS
+    + LAYOUT_MUTANTS + DRAFT_MUTANTS + HINT_MUTANTS
 )  # fmt: skip

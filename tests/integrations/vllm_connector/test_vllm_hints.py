@@ -67,7 +67,7 @@ def test_a_pin_keeps_the_whole_sequence(engines: Callable[..., SmallEngine]) -> 
     engine.run(again := Request("again", TEXT))
     assert again.num_computed_tokens and engine.connector.ledger.statistics().host.num_pinned == 9
     engine.now = 61.0
-    engine.run(Request("later", OTHER))
+    engine.step()
     assert pinned(engine) == 0
 
 
