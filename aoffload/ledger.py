@@ -4,6 +4,17 @@ The values that a `Ledger` takes and returns, with their states; the protocols o
 errors; and the results of pins, prefetches, fetches and demotions. Importing this module does not import torch.
 """
 
+from ._common.hints import (
+    DemoteHint,
+    DoneHint,
+    GivenHint,
+    HintReason,
+    HintVerb,
+    PinHint,
+    PrefetchHint,
+    ReturnsHint,
+    read_hints,
+)
 from ._common.prefix import Prefix, Root
 from ._config.groups import AttentionKind
 from ._config.quotas import Quota, Quotas
@@ -17,6 +28,7 @@ from ._eviction.status import (
 )
 from ._extensions.assembly import AnyLedger, LedgerStatistics
 from ._extensions.forks import Fork
+from ._extensions.hints import HintAnswer, HintAnswered, HintOutcome, HintStatistics
 from ._extensions.load_choice import CostChoice, Loadable, LoadChoice, LoadOffer
 from ._extensions.overlap import LoadOverlap, OverlapMoved, OverlapState
 from ._extensions.pins import Pin, PinMoved, PinState
@@ -90,10 +102,12 @@ __all__ = [
     "CopyQueue",
     "CoreLedger",
     "CostChoice",
+    "DemoteHint",
     "Demotion",
     "DevicePool",
     "Direction",
     "DiskPayload",
+    "DoneHint",
     "Event",
     "EvictionOrder",
     "EvictionRule",
@@ -103,6 +117,13 @@ __all__ = [
     "ExtensionRefused",
     "Fetch",
     "Fork",
+    "GivenHint",
+    "HintAnswer",
+    "HintAnswered",
+    "HintOutcome",
+    "HintReason",
+    "HintStatistics",
+    "HintVerb",
     "Holder",
     "IllegalTransition",
     "JobMoved",
@@ -132,10 +153,12 @@ __all__ = [
     "PendingFetch",
     "PendingPrefetch",
     "Pin",
+    "PinHint",
     "PinMoved",
     "PinScope",
     "PinState",
     "Prefetch",
+    "PrefetchHint",
     "Prefix",
     "Quota",
     "QuotaAccounts",
@@ -148,6 +171,7 @@ __all__ = [
     "RequestOptions",
     "RequestStatus",
     "RestoredRun",
+    "ReturnsHint",
     "Root",
     "SlowStep",
     "SlowWait",
@@ -169,4 +193,5 @@ __all__ = [
     "WorkerFailed",
     "cells_of",
     "is_compiled",
+    "read_hints",
 ]

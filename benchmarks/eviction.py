@@ -1,26 +1,40 @@
-"""Learned eviction, compared with LRU: hits on traces, and its cost.
+"""Learned eviction, compared with LRU and with a clairvoyant cache: hits on traces, hits with hints, and its cost.
 
 `TRACE=FILE`, `SYNTHETIC=FILE` and `AGENTS=FILE` name traces with `hash_ids`. Without them, their rows are left out. The
-device holds one request, so hits come from the host.
+device holds one request, so hits come from the host. The trace of agents also has `stop`, the reason why each turn
+ended, and `returns_s`, the seconds until the next request of the session. From these, hints are made with errors and
+lies; a row has the median over `SEEDS` and the worst of them.
+
+The clairvoyant cache (`Belady`) is an eviction order in the same replay, which evicts the end of the path that is
+requested again last. The share of the gap is (hits - hits of LRU) / (hits of `Belady` - hits of LRU).
 """
 
 from __future__ import annotations
 
+import gzip
+import heapq
+import json
+import math
 import os
+import random
+import statistics
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from aoffload._common.prefix import Prefix
+from aoffload._common.prefix import TOKEN_BYTES, Prefix
 from aoffload._common.tiers import Tier
 from aoffload._config.groups import FullAttention, KVCacheGroup
-from aoffload._eviction.learned import Guard, LearnedOrder, Learning, ReturnTimes
+from aoffload._eviction.learned import Guard, LearnedOrder, Learning
+from aoffload._eviction.returns import ReturnTimes
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.records import LedgerRequest, Part
 from aoffload._kernel.tokens import TokenSequence
-from aoffload.plan.replay import ROOT, replay
+from aoffload.plan.replay import BLOCK_SIZE, ROOT, Predicted, replay
 from aoffload.plan.trace import Trace, read_trace
 
 from .harness import Row
@@ -42,6 +56,7 @@ def run(vllm: Peer | None = None) -> Iterator[Row]:
     yield from _on_traces()
     yield from _on_made_traces()
     yield _touch()
+    yield from _on_hints()
 
 
 def _row(name: str, value: float, unit: str, limit: float, ratio: float, wanted: float, *, at_most: bool) -> Row:
@@ -104,7 +119,8 @@ def _remembers(trace: Trace) -> Row:
     learning = Learning(layout, {Tier.HOST: TIMED_SIZE})
     for number, sequence in enumerate(sequences):
         request = LedgerRequest(str(number), sequence, 0, number, 0, hit_alignment=1, ledger=None)
-        learning.seen(request, 0, sequence.num_prompt_units)
+        learning.began(request)
+        learning.ended(None, request, sequence.num_prompt_units, None)  # type: ignore[arg-type]
         del request
     size, num_runs = tracemalloc.get_traced_memory()[0], len(learning.counts)
     tracemalloc.stop()
@@ -117,9 +133,10 @@ def _remembers(trace: Trace) -> Row:
 
 def _touch() -> Row:
     """Time for a part to leave its order and return as the newest."""
-    times = ReturnTimes(10_000)
+    times = ReturnTimes()
     order = LearnedOrder(times, Guard(times, 10_000))
-    parts = [Part(Tier.HOST, 0, 1, None, 0, 0) for _ in range(1000)]  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(before=None)
+    parts = [Part(Tier.HOST, 0, 1, run, 0, 0) for _ in range(1000)]
     for part in parts:
         order.add(part)
     begun = time.process_time()
@@ -129,3 +146,137 @@ def _touch() -> Row:
         order.add(part)
     took = (time.process_time() - begun) * 1e6 / NUM_TOUCHES
     return _row("touch of a part", took, "us", MOST_TOUCH_US, took, MOST_TOUCH_US, at_most=True)
+
+
+# -- hints -----------------------------------------------------------------------------------------------------------
+
+
+class Belady:
+    """Evicts the end of the path that is requested again last. Knows the trace."""
+
+    def __init__(self, uses: dict[int, list[int]], present: list[int]) -> None:
+        """`uses`: for each block, the numbers of the requests for it, the last one first. `present`: the number of the
+        present request."""
+        self._uses, self._present = uses, present
+        self._idle: dict[Part, None] = {}
+        self._heap: list[tuple[float, int, int, Part]] = []
+        self._num_added = 0
+
+    def add(self, part: Part) -> None:
+        self._idle[part] = None
+        part.last_use = 1
+        self._push(part)
+
+    def _push(self, part: Part) -> None:
+        self._num_added += 1
+        heapq.heappush(self._heap, (*self._key(part), self._num_added, part))
+
+    def add_newer(self, part: Part, than: Part) -> None:
+        self.add(part)
+
+    add_back = add
+
+    def remove(self, part: Part) -> None:
+        del self._idle[part]
+
+    def oldest(self) -> Part | None:
+        heap = self._heap
+        while heap:
+            part, key = heap[0][3], heap[0][:2]
+            if part in self._idle and part.blocks and key == self._key(part):
+                return part
+            heapq.heappop(heap)
+            if part in self._idle and part.blocks:  # it has lost its end, so it returns sooner
+                self._push(part)
+        return None
+
+    def _key(self, part: Part) -> tuple[float, int]:
+        """Of parts that return together, the last one of the path goes first."""
+        run = part.run
+        at = ((part.stop - run.start) * BLOCK_SIZE - 1) * TOKEN_BYTES
+        uses = self._uses.get(int.from_bytes(run.tokens[at : at + TOKEN_BYTES], "little"), [])
+        while uses and uses[-1] <= self._present[0]:
+            uses.pop()
+        return (-uses[-1] if uses else -math.inf, -run.start)
+
+    def are_adjacent(self, older: Part, newer: Part) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(list(self._idle))
+
+
+def _clairvoyant(trace: Trace, num_host: int) -> int:
+    uses, present = dict[int, list[int]](), [0]
+    for number in range(len(trace.requests) - 1, -1, -1):
+        for block in trace.requests[number].blocks.tolist():
+            uses.setdefault(block, []).append(number)
+
+    def begins(number: int) -> None:
+        present[0] = number
+
+    found = replay(trace, trace.most_blocks + 2, num_host, eviction=lambda: Belady({**uses}, present), begins=begins)
+    return int((found.device + found.host).sum())
+
+
+SHORT_S, LONG_S = 20.0, 1e5
+"""Lies: what a prompt that returns late or never is said to do, and what one that returns soon is said to do."""
+SOON_S = 300.0
+KINDS: dict[str, tuple[float, float]] = {
+    "a factor of 2, a tenth lies": (2.0, 0.1), "a factor of 4, a tenth lies": (4.0, 0.1),
+    "a factor of 2, 30 % lies": (2.0, 0.3), "only lies": (1.0, 1.0),
+}  # fmt: skip
+"""The error of the predicted times, evenly spread on a logarithmic scale up to the factor, and the share of lies."""
+WANTED_SHARES = {
+    "a factor of 2, a tenth lies": (0.75, 0.70, 0.45), "a factor of 4, a tenth lies": (0.62, 0.55, 0.38),
+    "a factor of 2, 30 % lies": (0.62, 0.55, 0.38), "only lies": (0.0, 0.0, 0.0), "the stop reason": (0.25, 0.20, 0.0),
+}  # fmt: skip
+HINT_SIZES = (2500, 5000, 10_000)
+
+
+def _on_hints() -> Iterator[Row]:
+    if (named := os.environ.get("AGENTS")) is None:
+        return
+    path, seeds = Path(named), range(int(os.environ.get("SEEDS", "10")))
+    trace, turns = read_trace(path), _turns(path)
+    for place, size in enumerate(HINT_SIZES):
+        least, most = _hits(trace, size, "lru"), _clairvoyant(trace, size)
+        for kind, wanted in WANTED_SHARES.items():
+            if kind in KINDS:
+                drawn = [_predicted(turns, seed, *KINDS[kind]) for seed in seeds]
+            else:
+                drawn = [[Predicted(category=stop) if stop else None for stop, _ in turns]]
+            shares: list[float] = []
+            for hints in drawn:
+                found = replay(trace, trace.most_blocks + 2, size, eviction="learned", hints=hints)
+                shares.append((int((found.device + found.host).sum()) - least) / (most - least))
+            median = statistics.median(shares)
+            yield Row(
+                name=f"share of the gap, {kind}, {size:,} host blocks", value=100 * median, unit="%",
+                against=f"{least:,} by LRU, {most:,} at most", limit=100.0, ratio=median, wanted=wanted[place],
+                spread=f"worst {100 * min(shares):.1f} %",
+            )  # fmt: skip
+
+
+def _turns(path: Path) -> list[tuple[str, float | None]]:
+    """The stop reason of each request, and the seconds until its session returns, by time."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as lines:
+        found = [json.loads(line) for line in lines]
+    found.sort(key=lambda fields: fields["timestamp"])
+    return [(fields.get("stop", ""), fields.get("returns_s")) for fields in found]
+
+
+def _predicted(
+    turns: Sequence[tuple[str, float | None]], seed: int, factor: float, lies: float
+) -> list[Predicted | None]:
+    """A hint for each turn. Of those that do not return, a fifth get no hint."""
+    rng, found = random.Random(seed), list[Predicted | None]()
+    for _, returns_s in turns:
+        if rng.random() < lies:
+            found.append(Predicted(SHORT_S if returns_s is None or returns_s > SOON_S else LONG_S))
+        elif returns_s is None:
+            found.append(Predicted(math.inf) if rng.random() < 0.8 else None)
+        else:
+            found.append(Predicted(max(returns_s, 0.5) * factor ** rng.uniform(-1, 1)))
+    return found

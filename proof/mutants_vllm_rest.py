@@ -128,8 +128,8 @@ GUARDED = (
     Mutant(
         "vLLM: an error at the end of a request ends the scheduler",
         GUARD,
-        "                self.half.finished(request, block_ids)\n            except Exception as error:",
-        "                self.half.finished(request, block_ids)\n            except OSError as error:",
+        "                answers = self.half.finished(request, block_ids)\n            except Exception as error:",
+        "                answers = self.half.finished(request, block_ids)\n            except OSError as error:",
         "a cache never takes the engine down",
         test=f"{ERRORS}test_an_error_in_any_hook_turns_the_cache_off[finished]",
     ),

@@ -295,8 +295,8 @@ ENDS = (
     Mutant(
         "vLLM: finished requests keep their blocks",
         CONNECTOR,
-        "        return False, None\n",
-        "        return self.has_pending_push_work(), None\n",
+        "        return False, self._deciding.finished(request, block_ids)\n",
+        "        return self.has_pending_push_work(), self._deciding.finished(request, block_ids)\n",
         "only copies keep blocks, and vLLM frees the others at once",
         test=f"{STEPS}test_nothing_is_kept_when_a_request_is_over",
     ),

@@ -191,6 +191,11 @@ class OffloadConfig:
     request loads the block itself."""
     max_pinned_share: float = attrs.field(default=0.5, validator=_share)
     """Maximum share of each tier's blocks that pins may hold. Blocks held by requests and transfers do not count."""
+    max_hint_pinned_share: float = attrs.field(default=0.25, validator=_share)
+    """Maximum share of each tier's blocks that pins of hints may hold, so that clients leave room for the pins of the
+    program. These pins count in `max_pinned_share`, too."""
+    max_hint_pin_s: float = attrs.field(default=3600.0, validator=_seconds)
+    """The longest time to live of a pin of a hint."""
     max_prefetch_share: float = attrs.field(default=0.25, validator=_share)
     """Maximum share of the device's blocks that prefetches under way may take."""
     disk: DiskTier | None = attrs.field(default=None, validator=_kind_or_none(DiskTier))

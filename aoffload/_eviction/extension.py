@@ -55,8 +55,8 @@ class Eviction(LedgerExtension):
     # -- the verbs ------------------------------------------------------------------------------------------------
 
     def returns(self, prefix: Prefix, *, in_s: float | None = None, category: str = "") -> int:
-        """Predict that `prefix` is requested again in about `in_s` seconds, or that it returns as prompts of `category`
-        do. Returns the number of its tokens that are cached.
+        """Predict that `prefix` is requested again in about `in_s` seconds or, without a time, as prompts of `category`
+        are. Returns the number of its tokens that are cached.
 
         A prediction counts as far as earlier predictions of about the same time, with the same category, have come
         true. It pins nothing. A later call for the same prompt replaces it, and a request for the prompt ends it."""
@@ -64,8 +64,6 @@ class Eviction(LedgerExtension):
             in_s = check_time("in_s", in_s)
             if not in_s >= 0:
                 raise InvalidArgument("in_s", f"must be at least 0 seconds, got {shown(in_s)}")
-        elif not category:
-            raise InvalidArgument("in_s", "give a time or a category")
         return self._hint(prefix, in_s, category)
 
     def done(self, prefix: Prefix, *, category: str = "") -> int:

@@ -7,6 +7,7 @@ Handle | verbs | present
 --- | --- | ---
 `pins` | `hold`, `release`, `drop` | always
 `transfers` | `prefetch`, `demote`, `cancel` | always; a `HostCache` only cancels
+`hints` | `apply`, `apply_all`, `reject` | always
 `forks`, `preemption`, `invalidation`, `overlap` | | always; not in a `HostCache`
 `weights` | `set` | always
 `reports` | `requests`, `holders` | always
@@ -47,6 +48,7 @@ from .._tiers.remote.extension import RemoteCounts, RemoteExtension
 from ..errors import ConfigError, InvalidArgument
 from .explain import Reports
 from .forks import Forks
+from .hints import Hints, HintStatistics
 from .integrity import check_integrity
 from .invalidation import Invalidation
 from .lazy import WriteBack
@@ -131,6 +133,8 @@ class LedgerStatistics:
     """Times that another weights' epoch was set."""
     quotas: tuple[AccountStatistics, ...]
     """Each account, the default one first. Empty without quotas."""
+    hints: HintStatistics | None
+    """The answers to the hints of `Hints.apply`. None before the first one."""
 
 
 class AnyLedger(CacheBase):
@@ -158,6 +162,11 @@ class AnyLedger(CacheBase):
     def weights(self) -> Weights:
         """Change the weights' epoch."""
         return self.add_once(Weights, Weights)
+
+    @property
+    def hints(self) -> Hints:
+        """Do what clients say about the future of their prompts."""
+        return self.add_once(Hints, Hints)
 
     @property
     def reports(self) -> Reports:
@@ -213,7 +222,7 @@ class AnyLedger(CacheBase):
         """The counts of blocks, requests and jobs."""
         tiers = {tier.tier: tier.statistics() for tier in self.jobs.tiers.values()}
         pins, remote, eviction = self.find(Pins), self.find(RemoteExtension), self.find(Eviction)
-        weights = self.find(Weights)
+        weights, hints = self.find(Weights), self.find(Hints)
         learned = None if eviction is None else eviction.statistics()
         accounts = self.find(QuotaAccounts)
         return LedgerStatistics(
@@ -222,7 +231,7 @@ class AnyLedger(CacheBase):
             0 if pins is None else len(pins.held), self.loads_paused, tiers.get(Tier.DISK), tiers.get(Tier.CUSTOM),
             None if remote is None else remote.counts, () if learned is None else learned.learned,
             learned, *(("", 0) if weights is None else (weights.epoch, weights.num_changes)),
-            () if accounts is None else accounts.statistics(),
+            () if accounts is None else accounts.statistics(), None if hints is None else hints.statistics(),
         )  # fmt: skip
 
     def explain(self) -> str:
@@ -233,8 +242,9 @@ class AnyLedger(CacheBase):
             live += f", {moving:,} cell{'' if moving == 1 else 's'} on the way"
         lower = [("host", found.host), ("disk", found.disk), ("custom", found.custom)]
         below = [tier.counted(name) for name, tier in lower if tier is not None and tier.num_blocks]
-        epoch = [f"weights' epoch: {plain(found.weights_epoch)}"] if found.weights_epoch else []
-        about = "\n".join((self._about(found, live), *below, *self._evicts(found), *epoch, *map(str, found.quotas)))
+        more = [f"weights' epoch: {plain(found.weights_epoch)}"] if found.weights_epoch else []
+        more += [] if found.hints is None else [str(found.hints)]
+        about = "\n".join((self._about(found, live), *below, *self._evicts(found), *more, *map(str, found.quotas)))
         return explained(about, self.reports.requests(), self.reports.holders())
 
     def _about(self, found: LedgerStatistics, live: str) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -183,6 +183,16 @@ class Pins(LedgerExtension):
         for pin in self.held:
             yield from pin.leases
 
+    def grow(self, pin: Pin) -> None:
+        """Pin the units of the prompt of `pin` that are cached by now. `OutOfBlocks` changes nothing. May be called
+        inside of an `on_` hook."""
+        limit = pin.sequence.num_tokens // self.cache.layout.unit_tokens
+        hit, wishes = self._wishes(pin.sequence, limit)
+        if hit.stop * self.cache.layout.unit_tokens > pin.match.num_tokens:
+            self._check_share(hit, wishes, self.held, self.max_share, "max_pinned_share")
+            self._let_go(pin)
+            self._take(pin, *self._wishes(pin.sequence, limit))
+
     # -- beginning and end ----------------------------------------------------------------------------------------
 
     def _pin(self, sequence: TokenSequence, expires_at: object) -> Pin:
@@ -191,7 +201,7 @@ class Pins(LedgerExtension):
         expiry = check_time("expires_at", expires_at)
         limit = sequence.num_tokens // self.cache.layout.unit_tokens
         hit, wishes = self._wishes(sequence, limit)
-        self._check_share(hit, wishes)
+        self._check_share(hit, wishes, self.held, self.max_share, "max_pinned_share")
         self.num_pins += 1
         pin = Pin(self.num_pins, sequence, expiry, self._ledger)
         self._take(pin, hit, wishes)
@@ -256,16 +266,24 @@ class Pins(LedgerExtension):
 
     # -- the share ------------------------------------------------------------------------------------------------
 
-    def _check_share(self, hit: Hit, wishes: list[_Wish]) -> None:
+    def check_share(self, sequence: TokenSequence, among: Collection[Pin], max_share: float, argument: str) -> None:
+        """`OutOfBlocks`, naming `argument`, if the pins `among` and a further one of `sequence` would keep more than
+        `max_share` of a tier. Changes nothing."""
+        hit, wishes = self._wishes(sequence, sequence.num_tokens // self.cache.layout.unit_tokens)
+        self._check_share(hit, wishes, among, max_share, argument)
+
+    def _check_share(
+        self, hit: Hit, wishes: list[_Wish], among: Collection[Pin], max_share: float, argument: str
+    ) -> None:
         for tier in self.cache.tiers:
-            leases = [lease for pin in self.held for lease in pin.leases if lease.tier is tier.tier]
+            leases = [lease for pin in among for lease in pin.leases if lease.tier is tier.tier]
             kept = {part for lease in leases for part in pinned_parts(lease)}
-            bound = int(tier.pool.num_blocks * self.max_share)
+            bound = int(tier.pool.num_blocks * max_share)
             num_kept = sum(len(part.blocks) for part in kept)
             added = self._num_added(hit, [wish for wish in wishes if wish.tier is tier.tier], kept)
             if num_kept + added > bound:
                 left = max(0, bound - num_kept)
-                raise OutOfBlocks(added, left, retryable=added <= bound, argument="max_pinned_share")
+                raise OutOfBlocks(added, left, retryable=added <= bound, argument=argument)
 
     def _num_added(self, hit: Hit, wishes: list[_Wish], kept: set[Part]) -> int:
         """Number of blocks of one tier that `wishes` would pin and no other pin pins."""

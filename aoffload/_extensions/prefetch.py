@@ -118,14 +118,14 @@ class DeviceTransfers(CacheTransfers):
             hit = find_hit(cache.index, sequence, cache.layout, limit)
             if hit.stop:
                 kept = cache.lease(self.stores.destination, cache.cut(hit.path[-1], hit.stop))
-        leaving = self._leaving(sequence)
+        leaving = self.leaving(sequence)
         if leaving:
             end = next(run for run in leaving if any(part.blocks for part in run.parts_in(self.stores.source)))
             lease = cache.lease(self.stores.source, end, cache.layout.starts_of(cache.layout.full, 0, end.stop))
             jobs = self.stores.offer_with_windows(transfer.request, end, leaving[-1].start, end.stop)
             cache.release(lease)  # the jobs have leases of their own
             transfer.plans = tuple(job.plan for job in jobs)
-            self.wait_for_jobs(transfer)
+        self.wait_for_jobs(transfer)  # also if only the stores of its own request keep the blocks
         if kept is not None:
             cache.release(kept)
         self.begin(transfer)
@@ -136,7 +136,7 @@ class DeviceTransfers(CacheTransfers):
         if state is CacheTransferState.DONE:
             self._free(transfer)
 
-    def _leaving(self, sequence: TokenSequence) -> list[Run]:
+    def leaving(self, sequence: TokenSequence) -> list[Run]:
         """The runs at the end of the path of `sequence` that only this prompt needs on the device, the last one first:
         no lease pins them, no job adds to them, and no other cached prompt continues them. Empty if they have no device
         blocks.
@@ -165,7 +165,7 @@ class DeviceTransfers(CacheTransfers):
         if hit.stop and not any(part.first < hit.stop <= part.stop for part in hit.run_at(hit.stop).parts_in(host)):
             return
         device = cache.tiers[self.stores.source]
-        for run in self._leaving(sequence):
+        for run in self.leaving(sequence):
             for part in run.parts_in(self.stores.source):
                 if part.blocks:
                     transfer.num_blocks += len(part.blocks)

@@ -23,7 +23,7 @@ ceiling until its next store.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ from .._kernel.layout import Component
 from .._kernel.records import Job, LedgerRequest, Part, Run
 from .._tiers.write_rate import DailyBudget
 from ..errors import ConfigError, IntegrityError, OutOfBlocks
-from .pins import Pins, pinned_parts
+from .pins import Pin, Pins, pinned_parts
 
 TIERS = {Tier.HOST: "host", Tier.DISK: "disk"}
 """The tiers with quotas, and how their keys begin."""
@@ -388,8 +388,10 @@ class QuotaPins(Pins):
         super().__init__()
         self._accounts = accounts
 
-    def _check_share(self, hit: Hit, wishes: list[Any]) -> None:
-        super()._check_share(hit, wishes)
+    def _check_share(
+        self, hit: Hit, wishes: list[Any], among: Collection[Pin], max_share: float, argument: str
+    ) -> None:
+        super()._check_share(hit, wishes, among, max_share, argument)
         if not hit.path or (bound := self._accounts.max_pinned(hit.path[-1])) is None:
             return
         kept = self._kept().get(self._accounts.number_of(hit.path[-1]), set())

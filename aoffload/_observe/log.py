@@ -21,6 +21,7 @@ from .._common.arguments import check_has
 from .._common.tiers import Tier
 from .._eviction.status import EvictionSwitched
 from .._extensions.assembly import AnyLedger, check_ledger
+from .._extensions.hints import HintAnswered
 from .._extensions.overlap import OverlapMoved, OverlapState
 from .._extensions.pins import PinMoved, PinState
 from .._extensions.prefetch import Demotion, Prefetch
@@ -59,7 +60,7 @@ _OVERLAP_EVENTS = {state: f"load_overlap_{state.value}" for state in OverlapStat
 _DEBUG, _INFO, _WARNING = 10, 20, 30
 _REQUEST_LEVELS = {**dict.fromkeys(RequestState, _DEBUG), RequestState.DONE: _INFO, RequestState.ABORTED: _INFO}
 _LEVELS: dict[type[Event], int] = dict.fromkeys(
-    (StoreSkipped, CacheTransferMoved, StepBegun, StepEnded, ExtensionRefused), _DEBUG
+    (StoreSkipped, CacheTransferMoved, StepBegun, StepEnded, ExtensionRefused, HintAnswered), _DEBUG
 )
 """Events that always have this level. A filtered one costs one check."""
 _JOB_LEVELS = {**dict.fromkeys(JobState, _DEBUG), JobState.FAILED: _WARNING}
@@ -226,6 +227,16 @@ def _eviction_switched(log: Any, event: EvictionSwitched) -> None:
     )
 
 
+def _hint_answered(log: Any, event: HintAnswered) -> None:
+    log.debug(
+        "hint_answered",
+        verb=event.verb.value,
+        outcome=event.outcome.value,
+        reason=event.reason.value,
+        num_tokens=event.num_tokens,
+    )
+
+
 def _slow_wait(log: Any, event: SlowWait) -> None:
     status = event.status
     biggest = f"{status.held_by[0].kind} {status.held_by[0].name}" if status.held_by else "nobody"
@@ -279,6 +290,7 @@ WRITERS: dict[type[Event], Callable[[Any, Any], None]] = {
         "quota_reached", account=event.account, tier=event.tier.name.lower(), limit=event.limit
     ),
     QuotaLeft: lambda log, event: log.info("quota_left", account=event.account, tier=event.tier.name.lower()),
+    HintAnswered: _hint_answered,
     RequestCancelled: lambda log, event: log.info(
         "request_cancelled", request_id=event.request.request_id, reason=event.reason
     ),

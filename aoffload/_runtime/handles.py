@@ -5,6 +5,7 @@ Handle | verbs | present
 `pins` | `hold` | always
 `transfers` | `prefetch`, `demote` | always; not in a `HostCacheRuntime`
 `fetches` | `fetch` | if there is a tier below the host
+`hints` | `pin`, `prefetch`, `demote`, `returns`, `done`, `apply` | always
 `disk` | `wait_restored` | if `disk` is configured
 `weights` | `set` | always
 `reports` | `requests`, `holders` | always
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack
 
@@ -30,8 +31,21 @@ import anyio
 import attrs
 
 from .._common.arguments import number_of, shown
+from .._common.hints import (
+    VERBS,
+    DemoteHint,
+    DoneHint,
+    GivenHint,
+    Hint,
+    HintVerb,
+    PinHint,
+    PrefetchHint,
+    ReturnsHint,
+    read_hints,
+)
 from .._common.prefix import Identity, Prefix, TokenIds
 from .._config.config import MAX_SECONDS
+from .._extensions.hints import HintAnswer, HintOutcome, Hints
 from .._extensions.pins import Pin, PinState
 from .._extensions.prefetch import Demotion, DeviceTransfers, Prefetch
 from .._extensions.status import Holder, RequestStatus
@@ -249,6 +263,23 @@ class PendingDemotion(_Pending[Demotion]):
         return self._transfer.num_blocks
 
 
+class _HintedFetch(PendingFetch):
+    """The fetch of a prefetch hint. Once it is over, the prompt is loaded onto the device, if the ledger has one."""
+
+    def __init__(self, session: Session[Any], prefix: Prefix) -> None:
+        self._prefix = prefix
+        super().__init__(session, prefix)
+
+    def _wake(self) -> None:
+        if self.is_over:
+            self._session.call_later(self._go_on)  # not inside of the call of the ledger that ended the fetch
+
+    def _go_on(self) -> None:
+        transfers = self._session.ledger.transfers
+        if self._session.is_open and isinstance(transfers, DeviceTransfers):
+            self._session.submit_transfers(transfers.prefetch(self._prefix).plans)
+
+
 @attrs.frozen(repr=False)
 class Handle:
     """Base of the handles of a runtime."""
@@ -307,6 +338,73 @@ class RuntimeFetches(Handle):
         `Request.allocate` fetches for its own prompt.
         """
         return PendingFetch(self._session, self._session.prefix("fetches.fetch", token_ids, identity))
+
+
+class RuntimeHints(Handle):
+    """`runtime.hints`: does what clients say about the future of their prompts.
+
+    `cache_salt`, `adapter_key` and `key_spans` are as of a request for the prompt. The copies of a hint finish on their
+    own.
+    """
+
+    def pin(self, token_ids: TokenIds, ttl_s: float, **identity: Unpack[Identity]) -> HintAnswer:
+        """Keep the cached part of a prompt for `ttl_s` seconds, at most `max_hint_pin_s`. No block ends the pin."""
+        return self._give("hints.pin", token_ids, identity, PinHint(ttl_s))
+
+    def prefetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> HintAnswer:
+        """Begin to bring a prompt up: from the tiers below the host into the host and, in an `OffloadRuntime`, from
+        there to the device."""
+        return self._give("hints.prefetch", token_ids, identity, PrefetchHint())
+
+    def demote(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> HintAnswer:
+        """End the pins of hints for a prompt, and begin to move its blocks from the device to the host. In a
+        `HostCacheRuntime`: free the host blocks that a tier below has, too."""
+        return self._give("hints.demote", token_ids, identity, DemoteHint())
+
+    def returns(
+        self, token_ids: TokenIds, *, in_s: float | None = None, category: str = "", **identity: Unpack[Identity]
+    ) -> HintAnswer:
+        """Say that a prompt will be requested again, in `in_s` seconds. Needs learned eviction."""
+        return self._give("hints.returns", token_ids, identity, ReturnsHint(in_s, category))
+
+    def done(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> HintAnswer:
+        """Say that a prompt will never be requested again. Ends the pins of hints for it."""
+        return self._give("hints.done", token_ids, identity, DoneHint())
+
+    def apply(self, token_ids: TokenIds, given: object, **identity: Unpack[Identity]) -> tuple[HintAnswer, ...]:
+        """Do what `given` says about a prompt: a hint such as `PinHint(60)`, or the payload of a client, which may be
+        any object. An action of a payload that cannot be read is rejected with a reason, and raises nothing."""
+        prefix = self._session.prefix("hints.apply", token_ids, identity)
+        actions = [GivenHint.of(given)] if type(given) in VERBS else read_hints(given)  # type: ignore[arg-type]
+        return self._apply(prefix, actions)
+
+    def _give(self, call: str, token_ids: TokenIds, identity: Identity, hint: Hint) -> HintAnswer:
+        prefix = self._session.prefix(call, token_ids, identity)
+        (answer,) = self._apply(prefix, [GivenHint.of(hint)])
+        return answer
+
+    def _apply(self, prefix: Prefix, actions: Sequence[GivenHint]) -> tuple[HintAnswer, ...]:
+        session, found = self._session, list[HintAnswer]()
+        hints: Hints = session.ledger.hints
+        for action in actions:
+            answer = self._fetch(prefix, action) if type(action.hint) is PrefetchHint and session.lower_tiers else None
+            if answer is None:
+                (answer,) = hints.apply_all(prefix, [action], session.now())
+                session.submit_transfers(answer.plans)
+            found.append(answer)
+        session.worker.watch(session.ledger.next_lapse)
+        return tuple(found)
+
+    def _fetch(self, prefix: Prefix, action: GivenHint) -> HintAnswer | None:
+        """Begin to fetch `prefix` from the tiers below the host. None: they have nothing more, as far as is known."""
+        session = self._session
+        num_tokens = session.ledger.lookup(prefix).num_lower_tokens
+        if _HintedFetch(session, prefix).is_over:
+            return None
+        hints: Hints = session.ledger.hints
+        return hints.answered(
+            HintAnswer(HintVerb.PREFETCH, HintOutcome.ACCEPTED, num_tokens=num_tokens, action_id=action.action_id)
+        )
 
 
 class RuntimeDisk(Handle):

@@ -83,6 +83,7 @@ from .costs import MOST_TOKENS, LoadCosts, PrefillSpeed, check_report
 from .handles import (
     RuntimeDisk,
     RuntimeFetches,
+    RuntimeHints,
     RuntimePins,
     RuntimeReports,
     RuntimeTransfers,
@@ -478,6 +479,11 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         """Fetch prompts from the tiers below the host. `ConfigError("disk")` if there is no such tier."""
         _ = self.ledger.fetches
         return RuntimeFetches(self._session, self)
+
+    @property
+    def hints(self) -> RuntimeHints:
+        """Do what clients say about the future of their prompts."""
+        return RuntimeHints(self._session, self)
 
     @property
     def disk(self) -> RuntimeDisk:

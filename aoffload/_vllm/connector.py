@@ -187,6 +187,9 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         found = self._deciding.match(request, num_computed_tokens)
         return found, bool(found)
 
+    def on_new_request(self, request: Any) -> None:
+        self._deciding.arrived(request)
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._deciding.allocated(request, num_external_tokens)
 
@@ -207,8 +210,7 @@ class AoffloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._deciding.finished(request, block_ids)
-        return False, None
+        return False, self._deciding.finished(request, block_ids)
 
     def has_pending_block_frees(self) -> bool:
         return self._deciding.frees_soon()

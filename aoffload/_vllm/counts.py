@@ -17,6 +17,7 @@ from .._kernel.pools import TierBlocks
 from ..host_cache import LoadsPaused, LoadsResumed
 from ..ledger import (
     Event,
+    HintAnswered,
     JobMoved,
     JobState,
     Outcome,
@@ -56,6 +57,8 @@ class Counts:
                 self._count_job(event)
             case StoreSkipped():
                 self.counted[f"skipped_store_blocks|{event.reason}"] += event.num_blocks
+            case HintAnswered():
+                self.counted[f"hints|{event.verb.value}|{event.outcome.value}|{event.reason.value}"] += 1
             case TransportStalled():
                 self.counted[f"overdue_jobs|{_link(event.source, event.destination)}"] += event.num_jobs
                 late = "aoffload: %d copies take too long; until they end, there are no others of their kind"

@@ -58,6 +58,13 @@ class Guard:
                 self._turn_off(error)
         return 0
 
+    def arrived(self, request: Any) -> None:
+        if not self.off_reason:
+            try:
+                self.half.arrived(request)
+            except Exception as error:  # noqa: BLE001
+                self._turn_off(error)
+
     def allocated(self, request: Any, num_external: int) -> None:
         if not self.off_reason:
             try:
@@ -92,13 +99,15 @@ class Guard:
         self.half.settle(reports)
         return set()
 
-    def finished(self, request: Any, block_ids: Any) -> None:
+    def finished(self, request: Any, block_ids: Any) -> dict[str, Any] | None:
+        answers = None
         if not self.off_reason:
             try:
-                self.half.finished(request, block_ids)
+                answers = self.half.finished(request, block_ids)
             except Exception as error:  # noqa: BLE001
                 self._turn_off(error)
         self.half.forget(request.request_id)
+        return answers
 
     def frees_soon(self) -> bool:
         if not self.off_reason:
@@ -195,6 +204,10 @@ class SleepGuard:
         self._guard.engine_reset()
         self._num_resets += 1
         self._has_asked, self._answers = False, {}
+
+    def arrived(self, request: Any) -> None:
+        if not self._num_resets:  # nothing is fetched before the weights are known
+            self._guard.arrived(request)
 
     def match(self, request: Any, num_local: int) -> int | None:
         if self._num_resets and not self.off_reason:

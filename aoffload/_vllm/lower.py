@@ -211,6 +211,11 @@ class Lower:
         """Whether vLLM has to run more steps."""
         return self.disk is not None and self.disk.is_busy
 
+    @property
+    def may_fetch(self) -> bool:
+        """Whether a fetch of blocks that the index knows may begin."""
+        return self.disk is not None and self.disk.may_fetch
+
     def fetched(self, found: EngineRequest, match: PrefixMatch) -> PrefixMatch:
         return self.fetches.fetched(found, match)
 

@@ -13,11 +13,12 @@ import attrs
 import numpy as np
 
 from .. import HostCache, PrefixMatch, RequestState, Tier
+from .._common.hints import GivenHint
 from .._common.prefix import INT32, KeySpan, Prefix, Roots, encode_tokens
 from .._host_cache.requests import HostCacheRequest
 from .._kernel.records import Job
 from ..errors import InvalidArgument
-from ..ledger import Fetch, Outcome
+from ..ledger import Fetch, HintAnswer, Outcome
 from .drafts import NO_DRAFTS, Drafts
 from .messages import AdapterUse
 from .remote import Asked
@@ -193,6 +194,11 @@ class EngineRequest:
     """Number of loads from below host memory that had ended at its last try to fetch. -1: no try yet."""
     num_fetched: int = -1
     """Tokens of its hit at the start of its last fetch that had anything to load."""
+
+    hints: list[GivenHint] = attrs.field(factory=list)
+    """The hints that it carries."""
+    answers: dict[int, HintAnswer] = attrs.field(factory=dict)
+    """The answers to its prefetches, by the place of the hint."""
 
     @property
     def is_asking(self) -> bool:

@@ -8,13 +8,15 @@ A request's way through it:
     step         commands for the workers: loads, stores of blocks that this step computes, and reports of loads that
                  have ended
     take         reports of the workers' copies; a load that has landed has ended for vLLM at once
-    finished     the last offer; vLLM frees the blocks, and copies hold those that they touch
+    finished     the last offer; vLLM frees the blocks, and copies hold those that they touch; then the hints of the
+                 request
 
 vLLM frees and reuses blocks as it likes, and reports preemptions afterwards. So only copies hold blocks.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -36,6 +38,7 @@ from .counts import Counts
 from .drafts import NO_DRAFTS, Drafts
 from .frees import PendingFrees
 from .groups import CachedGroups
+from .hints import EngineHints, given_by
 from .lower import Lower
 from .messages import NOTHING, AdapterUse, Commands, FirstForward, LoadReport, Outbox, Reports, TieredOutbox
 from .requests import EngineRequest, Keys, Wait
@@ -119,6 +122,7 @@ class SchedulerSide:
             block_bytes=self._block_bytes,
             observer=self.counts,
         )
+        self.hints = EngineHints(self.ledger, self._queue.submit, self._clock)
         self._frees = PendingFrees(self.ledger, self._queue, self._pool, self._clock)
         if self._config.load_choice != "always":
             self.steps.costs = LoadCosts(self.ledger, self._queue, self.steps.speed, self.counts.load_declined)
@@ -227,7 +231,18 @@ class SchedulerSide:
         if prefix is None:
             return None
         found = self.requests[request.request_id] = EngineRequest(request, request.request_id, self._keys, prefix)
+        found.hints = given_by(request)
+        if found.hints:
+            may_fetch = self.lower is not None and self.lower.may_fetch
+            is_known = request.lora_request is None  # else its weights are not known yet
+            found.answers = self.hints.prefetch(found.hints, prefix if is_known else None, may_fetch=may_fetch)
         return found
+
+    def arrived(self, request: Any) -> None:
+        """vLLM has put `request` into its queue. If it carries hints, they are read now, because a prefetch helps most
+        while the request waits."""
+        if request.request_id not in self.requests and given_by(request):
+            self._new(request)
 
     def allocated(self, request: Any, num_external: int) -> None:
         """vLLM waits for the load of `num_external` tokens, and has blocks for them. The load is planned at once, so
@@ -264,6 +279,8 @@ class SchedulerSide:
         """The commands for the workers in the step `output`."""
         self._follow_weights()
         self._num_steps += 1
+        if self.hints.lapses_at < math.inf:
+            self.hints.lapse()
         for request_id in output.preempted_req_ids or ():
             found = self.requests.get(request_id)
             if found is not None and not found.has_asked_again:
@@ -441,18 +458,25 @@ class SchedulerSide:
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    def finished(self, request: Any, block_ids: Any) -> None:
-        """Offer the rest of the blocks that `request` has computed, and forget it."""
+    def finished(self, request: Any, block_ids: Any) -> dict[str, Any] | None:
+        """Offer the rest of the blocks that `request` has computed, and forget it. Returns the answers to its hints;
+        None: it has carried none."""
         self._follow_weights()
         found = self.requests.get(request.request_id)
         if found is None:
-            return
+            given = given_by(request)
+            return self.hints.finish(request, given, None, {}) if given else None
         if found.is_running and found.offered_stop >= 0 and found.wait is Wait.NONE:
             self._offer_last(found, self._groups.tables(block_ids))
         found.leave(self.ledger, "closed_early")
         if found.engine.lora_request is None and found.request_id in self.ledger.deferred_requests:
             self._ended[found.request_id] = found.engine.block_hashes
         self.forget(found.request_id)
+        if not found.hints:
+            return None
+        is_cached = found.engine.lora_request is None or (found.use is not None and not found.is_barred)
+        prefix = self._keys.grown(found.prefix, found.engine) if is_cached else None
+        return self.hints.finish(request, found.hints, prefix, found.answers)
 
     def _offer_last(self, found: EngineRequest, tables: list[list[int]]) -> None:
         assert found.record is not None, "an offer without a request"

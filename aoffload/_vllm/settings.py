@@ -24,7 +24,8 @@ WINDOW_INTERVAL = "window_interval_tokens"
 _PASSED_ON = (
     "store_policy", "eviction", "load_choice", "verify", "max_bytes_in_flight", "max_jobs_in_flight", "max_job_bytes",
     "transfer_timeout_s", "store_timeout_s", "pending_timeout_s", "max_quarantined_share", "fetch_timeout_s",
-    "max_fetch_share", "prefill_tokens_per_s", WINDOW_INTERVAL, "weights_epoch",
+    "max_fetch_share", "prefill_tokens_per_s", WINDOW_INTERVAL, "weights_epoch", "max_pinned_share",
+    "max_hint_pinned_share", "max_hint_pin_s",
 )  # fmt: skip
 _DEFAULTS = {"transfer_timeout_s": 30, "fetch_timeout_s": 5}
 """Without these defaults, a request of vLLM could wait for its load, the disk or the remote store without bound."""

@@ -29,6 +29,7 @@ FAMILIES = {
     "late_fetches": Family((), "Fetches that took longer than they may: computing was sooner."),
     "declined_fetches": Family((), "Fetches that were not begun, since computing is sooner."),
     "restored_blocks": Family((), "Blocks on the disk that were taken up from an earlier process."),
+    "hints": Family(("verb", "outcome", "reason"), "Hints of requests, by their answer."),
     "turned_off": Family(("what",), "What turned the cache off, or a tier below host memory alone."),
     "blocks": Family(("tier", "state"), "Blocks of each tier by state; device blocks that copies hold.", is_gauge=True),
     "disk_budget_bytes": Family((), "Bytes that may still be written to the disk today.", is_gauge=True),

@@ -8,7 +8,7 @@ partial block after its last whole one. Every copy lands at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -56,9 +56,11 @@ def replay(
     store: Any = "eager",
     eviction: Any = "lru",
     hints: Sequence[Predicted | None] = (),
+    begins: Callable[[int], object] | None = None,
 ) -> Replay:
     """Serve the whole trace. A request that does not fit the device is left out, and hits nothing. `hints`: for each
-    request, what it predicts at its end; only with learned eviction."""
+    request, what it predicts at its end; only with learned eviction. `begins` is called with the number of each request
+    that begins."""
     most = 2 * (trace.num_blocks + trace.most_blocks + 1)  # with more, nothing is evicted, nor about to be
     num_device, num_host = min(num_device, most), min(num_host, most)
     groups = [KVCacheGroup("trace", block_size=BLOCK_SIZE)]
@@ -70,6 +72,8 @@ def replay(
         if len(request.blocks) >= num_device:
             continue
         now = request.at_s
+        if begins is not None:
+            begins(number)
         tokens = _tokens(trace, request)
         num_prompt_tokens = request.num_prompt_blocks * BLOCK_SIZE + 1
         record = ledger.admit(Prefix.of(ROOT, tokens[:num_prompt_tokens]))

@@ -137,7 +137,8 @@ class Listener:
 
 
 TOLD = (
-    Kind.DECLINED, Kind.SKIPPED_FETCH, Kind.EVICTION, Kind.WEIGHTS, Kind.QUOTA, Kind.REFUSAL, Kind.SKIPPED_STORE,
+    Kind.DECLINED, Kind.SKIPPED_FETCH, Kind.EVICTION, Kind.WEIGHTS, Kind.QUOTA, Kind.HINT, Kind.REFUSAL,
+    Kind.SKIPPED_STORE,
     Kind.ALARM,
 )  # fmt: skip
 ALARMS = (Kind.ALARM, Kind.RUNTIME)

@@ -160,6 +160,8 @@ class Kind(enum.Enum):
     """The engine computes with other weights."""
     QUOTA = "quota"
     """A quota begins or ceases to cut the stores of a tenant."""
+    HINT = "hint"
+    """The answer to a hint of a client."""
     TIER = "tier"
     """A tier below host memory: opened, or read back."""
     PIN = "pin"
@@ -224,6 +226,7 @@ def _meanings() -> dict[str, Meaning]:
         "weights_changed": Meaning(Kind.WEIGHTS, "changed"),
         "quota_reached": Meaning(Kind.QUOTA, "reached"),
         "quota_left": Meaning(Kind.QUOTA, "left"),
+        "hint_answered": Meaning(Kind.HINT, "answered"),
         "fetch_declined": Meaning(Kind.DECLINED, "fetch"),
         "load_declined": Meaning(Kind.DECLINED, "load"),
     }  # fmt: skip

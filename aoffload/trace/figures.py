@@ -9,7 +9,7 @@ import attrs
 
 from .book import Listener
 from .events import Event, Kind
-from .sentences import quota, ruling, storage
+from .sentences import answer_to_hint, quota, ruling, storage
 from .timelines import LINKS, UNFINISHED, HopRow, JobTimeline, RuntimeLife, Timeline
 
 # -- durations -------------------------------------------------------------------------------------------------------
@@ -152,6 +152,8 @@ class Figures(Listener):
     """Switches by tier and new eviction order."""
     weights: Tally = attrs.field(factory=Tally)
     quotas: Tally = attrs.field(factory=Tally)
+    hints: Tally = attrs.field(factory=Tally)
+    """Answers to hints of clients by verb, outcome and reason."""
     skipped_stores: Tally = attrs.field(factory=Tally)
     skipped_blocks: Tally = attrs.field(factory=Tally)
     alarms: Tally = attrs.field(factory=Tally)
@@ -209,6 +211,8 @@ class Figures(Listener):
                 return self.weights, state, 1
             case Kind.QUOTA:
                 return self.quotas, quota(event), 1
+            case Kind.HINT:
+                return self.hints, answer_to_hint(event), event.count("num_tokens")
             case Kind.SKIPPED_STORE:
                 return self.skipped_stores, event.text("reason"), event.count("num_blocks")
             case _:

@@ -207,6 +207,16 @@ def quota(event: Event) -> str:
     return plain(f"{about}: stores are cut by {_LIMITS.get(limit, limit)}")
 
 
+def answer_to_hint(event: Event) -> str:
+    """The answer to a hint of a client, without its number of tokens."""
+    reason = event.text("reason")
+    return plain(f"{event.text('verb')} {event.text('outcome')}{f', {reason}' if reason else ''}")
+
+
+def _hint_answered(event: Event) -> str:
+    return f"a client's hint: {answer_to_hint(event)} ({counted(event.count('num_tokens'), 'token')})"
+
+
 def _demotion(event: Event) -> str:
     words = {"moving": "begins to send blocks away;", "done": "is over;", "cancelled": "was given up;"}
     return f"{words[event.meaning.state]} {counted(event.count('num_blocks'), 'device block')} given back"
@@ -286,6 +296,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str]] = {
     "weights_changed": _weights,
     "quota_reached": quota,
     "quota_left": quota,
+    "hint_answered": _hint_answered,
     "demotion_moving": _demotion,
     "demotion_done": _demotion,
     "demotion_cancelled": _demotion,

@@ -178,6 +178,9 @@ def _eviction(figures: Figures) -> list[str]:
     found = ["eviction that learns", *switches] if switches else []
     if figures.weights.total:
         found.append(f"weights' epoch: changed {counted(figures.weights.total, 'time')}")
+    if figures.hints.total:
+        found.append(f"{counted(figures.hints.total, 'hint')} of clients answered")
+        found += [f"  {words}: {counted(count, 'time')}" for words, count in figures.hints.highest_first()]
     return found
 
 

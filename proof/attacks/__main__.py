@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..workers import share_out
-from . import answers, bad_http, before_admission, event_peers, operators, stopped_ranks
+from . import answers, bad_http, before_admission, event_peers, hints, operators, stopped_ranks
 from .figures import HEAD, Figure, line, table
 
 __all__ = ["ATTACKS", "main"]
@@ -45,6 +45,7 @@ ATTACKS: dict[str, tuple[Attack, ...]] = {
     "E1": (bad_http.pipelines,),
     "E2": (bad_http.endless,),
     "E3": (bad_http.smuggled,),
+    "H1": (hints.hints,),
 }
 ALONE = ("A1", "C5")
 AT_A_TIME = 2

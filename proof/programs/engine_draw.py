@@ -11,7 +11,7 @@ from aoffload._kernel.states import RequestState
 from .disk_draw import CORE_OF_DISK, DISK_WEIGHTS
 from .engine_machine import EngineMachine
 from .engine_state import EngineClient
-from .job_draw import JobDraw, drawn_hint
+from .job_draw import JobDraw, drawn_client_hint, drawn_hint
 from .ledger_prompts import Prompts
 from .program import TENANTS, Call
 from .remote_draw import CORE_OF_REMOTE, REMOTE_WEIGHTS, RemoteDraw
@@ -21,8 +21,8 @@ __all__ = ["EngineDraw"]
 _S = RequestState
 WEIGHTS = {
     "admit": 5, "go_on": 14, "transfer": 8, "land": 2, "serve": 4, "evict": 1.5, "any_request": 1.5, "ask": 1,
-    "invalidate": 0.9, "release": 1.2, "pin": 0.6, "unpin": 0.4, "lapse": 0.2, "reset": 0.4, "late": 0.6,
-    "stray": 0.4, "again": 0.2, "lookup": 0.2, "tick": 0.4, "wrong": 0.4, "same_prompt": 0.8,
+    "invalidate": 0.9, "release": 1.2, "pin": 0.6, "unpin": 0.4, "client_hint": 1.0, "lapse": 0.2, "reset": 0.4,
+    "late": 0.6, "stray": 0.4, "again": 0.2, "lookup": 0.2, "tick": 0.4, "wrong": 0.4, "same_prompt": 0.8,
     "decline": 2, "offer_deferred": 2,
 }  # fmt: skip
 CORE = ("admit", "go_on", "transfer", "land", "serve", "evict", "offer_deferred")
@@ -200,6 +200,9 @@ class EngineDraw(RemoteDraw, JobDraw):
         if self.rng.random() < 0.4:
             args["expires_at"] = float(self.rng.randint(0, 50))
         return Call("pin", args)
+
+    def _client_hint(self) -> Call:
+        return drawn_client_hint(self.rng, self.prompts.identity())
 
     def _hint(self) -> Call:
         return drawn_hint(self.rng, self.prompts.identity())

@@ -35,8 +35,8 @@ class KernelDraw(LedgerDraw):
     """The calls of the kernel."""
 
     FEATURES = (
-        "preempt", "resume", "fork", "invalidate", "pin", "unpin", "hint", "lapse", "prefetch", "demote", "cancel",
-        "watermark", "begin_again", "wrong",
+        "preempt", "resume", "fork", "invalidate", "pin", "unpin", "hint", "client_hint", "lapse", "prefetch", "demote",
+        "cancel", "watermark", "begin_again", "wrong",
     )  # fmt: skip
     MAY_OVERLAP = CHANGES_WEIGHTS = False
 

@@ -99,7 +99,7 @@ def changes(before: dict[str, object], after: dict[str, object]) -> list[str]:
     ]
 
 
-HANDLES = ("pins", "transfers", "reports", "forks", "preemption", "invalidation", "overlap", "weights")
+HANDLES = ("pins", "transfers", "hints", "reports", "forks", "preemption", "invalidation", "overlap", "weights")
 """Handles whose features are made when they are read first."""
 
 

@@ -10,8 +10,9 @@ from aoffload._kernel.states import JobState
 
 from .ledger_jobs import JobCalls
 from .program import EPOCHS, Call
+from .vocabulary import VERBS
 
-__all__ = ["JobDraw", "drawn_epoch", "drawn_hint"]
+__all__ = ["JobDraw", "drawn_client_hint", "drawn_epoch", "drawn_hint"]
 
 BAD_EPOCHS = (None, 7, b"a", "a" * 257, "\ud800")
 
@@ -25,6 +26,14 @@ def drawn_hint(rng: random.Random, identity: dict[str, Any]) -> Call:
 def drawn_epoch(rng: random.Random) -> Call:
     """A weights' epoch, or something that cannot be one."""
     return Call("weights", {"epoch": rng.choice((*EPOCHS * 8, *BAD_EPOCHS))})
+
+
+def drawn_client_hint(rng: random.Random, identity: dict[str, Any]) -> Call:
+    """A hint of a client, mostly a pin. Some have times that no program may give."""
+    args: dict[str, Any] = {**identity, "verb": rng.choice(("pin", "pin", "pin", *VERBS))}
+    if rng.random() < 0.5:
+        args |= {"ttl_s": rng.choice((0.5, 3.0, 20.0, 1e6, 0, -1.0, True)), "now": float(rng.randint(0, 50))}
+    return Call("client_hint", args)
 
 
 class JobDraw:

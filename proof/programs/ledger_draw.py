@@ -11,7 +11,7 @@ from aoffload._kernel.loads import has_holes
 from aoffload._kernel.states import RequestState
 
 from .disk_draw import CORE_OF_DISK, DISK_WEIGHTS, RESTART_WEIGHTS
-from .job_draw import JobDraw, drawn_hint
+from .job_draw import JobDraw, drawn_client_hint, drawn_hint
 from .ledger_machine import LedgerMachine
 from .ledger_prompts import Prompts
 from .ledger_state import Client
@@ -26,7 +26,7 @@ WEIGHTS = {
     "admit": 5, "go_on": 14, "any_request": 2, "transfer": 8, "land": 2, "begin": 1.5, "end": 1.5, "invalidate": 0.7,
     "release": 1, "preempt": 0.8, "resume": 1.2, "fork": 0.8, "pin": 0.7, "unpin": 0.5, "lapse": 0.2, "prefetch": 1.2,
     "demote": 0.6, "cancel": 0.2, "reset": 0.25, "watermark": 0.3, "late": 0.8, "stray": 0.3, "again": 0.2,
-    "lookup": 0.2,
+    "lookup": 0.2, "client_hint": 1.0,
     "serve": 4, "evict": 2.5, "wrong": 0.2, "extend": 0.8, "withdraw": 0.4, "abandon": 0.4,
     "begin_again": 0.2,
 }  # fmt: skip
@@ -300,6 +300,9 @@ class LedgerDraw(RemoteDraw, JobDraw):
         if self.rng.random() < 0.4:
             call = Call("pin", {**call.args, "expires_at": float(self.rng.randint(0, 50))})
         return call
+
+    def _client_hint(self) -> Call:
+        return drawn_client_hint(self.rng, self.prompts.identity())
 
     def _hint(self) -> Call:
         return drawn_hint(self.rng, self.prompts.identity())

@@ -14,8 +14,11 @@ from typing import Any, ClassVar
 
 from aoffload._common.prefix import Prefix, Root
 from aoffload._common.tiers import Tier
-from aoffload._extensions.pins import PinState
+from aoffload._extensions.pins import PinState, pinned_parts
+from aoffload._kernel.records import Run
+from aoffload._kernel.tokens import TokenSequence
 from aoffload.errors import AoffloadError
+from aoffload.ledger import DemoteHint, DoneHint, HintOutcome, PinHint, PrefetchHint, ReturnsHint
 from aoffload.testing.violations import Violation
 
 from .fingerprint import changes, fingerprint
@@ -23,10 +26,19 @@ from .ledger_laws import Laws
 from .ledger_recorder import Rude
 from .ledger_remote import RemoteCalls
 from .ledger_steps import BROKEN
-from .program import Call, World
+from .program import MAX_HINT_S, Call, World
 from .state_digest import state_digest
 
-__all__ = ["Machine"]
+__all__ = ["Machine", "hint_of"]
+
+
+def hint_of(verb: str, ttl_s: Any) -> Any:
+    """The hint of a client. `InvalidArgument` if `ttl_s` is no time."""
+    if verb == "pin":
+        return PinHint(ttl_s)
+    if verb == "returns":
+        return ReturnsHint(ttl_s)
+    return {"prefetch": PrefetchHint, "demote": DemoteHint, "done": DoneHint}[verb]()
 
 
 class Machine(RemoteCalls):
@@ -142,8 +154,48 @@ class Machine(RemoteCalls):
         self._note("hint", spared)
         return f"{spared} spared"
 
+    def do_client_hint(
+        self, verb: str, tokens: Sequence[int], salt: str | None = None, ttl_s: float = 5.0, now: float = 0.0
+    ) -> str:
+        """Its pins stay within their share and their time, and it touches nothing under another root."""
+        prefix, hints = Prefix.of(Root("programs", salt), tokens), self.ledger.hints
+        before = self._of_others(prefix.root)
+        may_grant = self.HOOKS_CHANGE or self.ledger.num_waiting > 0
+        answer = hints.apply(prefix, hint_of(verb, ttl_s), now)
+        self.take(answer.plans)
+        after, may_evict = self._of_others(prefix.root), verb in ("prefetch", "demote")
+        is_alone = all(after.get(run, refs) == refs for run, refs in before.items()) if may_evict else after == before
+        self._require(may_grant or is_alone, "a hint is about its own prompt", answer)
+        self._require(0 <= answer.num_tokens <= len(tokens), "a hint is about its own prompt", answer)
+        self._require((answer.outcome is HintOutcome.ACCEPTED) == (not answer.reason.value), "an answer", answer)
+        if verb == "pin" and answer.outcome is not HintOutcome.REJECTED:
+            self._require(hints.pins[-1].expires_at <= now + min(ttl_s, MAX_HINT_S), "a pin ends in time", answer)
+            self._within_share()
+            self._note("client pin", True)
+        if verb == "done":
+            prompt = hints._digest(TokenSequence(prefix, self.unit))
+            held = [given.pin for given in hints._given if given.prompt == prompt]
+            self._require(not held, "what is done is pinned no more", held)
+        self._note("client hint", True)
+        return f"{verb} {answer.outcome.value} {answer.reason.value} {answer.num_tokens}"
+
+    def _of_others(self, root: Root) -> dict[Run, list[tuple[int, ...]]]:
+        """What is cached and pinned under other roots."""
+        runs = [run for run in self.ledger.cache.index.runs.values() if run.root != root]
+        return {run: [(part.first, part.stop, part.num_references) for part in run.parts] for run in runs}
+
+    def _within_share(self) -> None:
+        for tier in self.ledger.cache.tiers:
+            leases = [lease for pin in self.ledger.hints.pins for lease in pin.leases if lease.tier is tier.tier]
+            parts = {part for lease in leases for part in pinned_parts(lease)}
+            num_blocks, most = sum(len(part.blocks) for part in parts), self.ledger.hints.max_share
+            if num_blocks > int(tier.pool.num_blocks * most):
+                raise Violation("a law of its own", f"hints pin {num_blocks} blocks of {tier.tier.name}")
+
     def do_lapse(self, now: float) -> str:
         self.ledger.lapse(now)
+        late = [pin for pin in self.ledger.hints.pins if pin.expires_at <= now]
+        self._require(not late, "a pin ends in time", late)
         return "lapsed"
 
     def do_drop_pins(self) -> str:

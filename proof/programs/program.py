@@ -131,6 +131,11 @@ class _Nowhere:
         return "nowhere"
 
 
+HINTED = 0.75
+"""The share of what pins may keep that hints of clients may keep."""
+MAX_HINT_S = 40.0
+
+
 @attrs.frozen
 class World:
     """What a program runs in: the layout, the pools and the policy."""
@@ -190,6 +195,8 @@ class World:
             store_policy=self._policy(),
             eviction=LearnedEviction(device=True) if self.eviction == "learned:device" else self.eviction,
             max_pinned_share=self.max_pinned_share,
+            max_hint_pinned_share=self.max_pinned_share * HINTED,
+            max_hint_pin_s=MAX_HINT_S,
             max_prefetch_share=self.max_prefetch_share,
             max_fetch_share=self.max_fetch_share,
             window_interval_tokens=self.window_interval,

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from .runtime_director import Director
 from .runtime_weights import RUNTIME_ODDS, Odds
+from .vocabulary import VERBS
 
 __all__ = ["ArgumentDrawing"]
 
@@ -169,6 +170,10 @@ class ArgumentDrawing:
 
     def _pin(self) -> dict[str, Any]:
         return {**self._identity(), "ttl_s": self.rng.choice((0.001, 0.02, 0.3, 60.0, 3600.0))}
+
+    def _client_hint(self) -> dict[str, Any]:
+        """Mostly a pin, until the end or the next verb about it."""
+        return {**self._pin(), "verb": self.rng.choice(("pin", "pin", *VERBS))}
 
     def _prefetch(self) -> dict[str, Any]:
         return {**self._identity(), **self._patience()}

@@ -167,7 +167,8 @@ class Drawing(ArgumentDrawing, DiskDrawing):
         if self._director.program.world.num_disk_blocks and self.rng.random() < self.OF_THE_DISK:
             return self._of_the_disk(name)
         if self._director.program.world.eviction != "lru" and self.rng.random() < OF_HINTS:
-            return Call("hint", {"who": name, **self._identity(), "expected_s": self.rng.choice((0.001, 0.3, 60.0))})
+            verb, in_s = self.rng.choice(("returns", "returns", "done")), self.rng.choice((0.001, 0.3, 60.0))
+            return Call("client_hint", {"who": name, **self._identity(), "verb": verb, "ttl_s": in_s})
         if self._director.program.world.changes_weights and self.rng.random() < OF_WEIGHTS:
             return Call("weights", {"who": name, **drawn_epoch(self.rng).args})
         drawn = _drawn(self.rng, odds.next[self._state(name)])

@@ -48,17 +48,18 @@ class ClientCalls(RequestCalls):
             if found.match.num_tokens:
                 self.stage.met("pin")
 
-    async def _do_hint(self, args: Any) -> None:
-        """Never raises for good arguments, and pins nothing, whatever it spares."""
-        keys = ("expected_s", "category")
-        options = {key: args[key] for key in keys if key in args} | self.stage.identity(args)
-        runtime = self.stage.runtime
-        pinned = runtime.statistics().num_pins
-        found = self.stage.attempt("hint", lambda: runtime.eviction.hint(args["tokens"], **options))
-        if found is not None and runtime.statistics().num_pins != pinned:
-            raise Violation("a leak", "a hint has pinned something")
-        if found:
-            self.stage.met("hint")
+    async def _do_client_hint(self, args: Any) -> None:
+        """Answers, raises nothing for good arguments, and its pins end in time."""
+        runtime, verb = self.stage.runtime, args["verb"]
+        hints, tokens, identity = runtime.hints, args["tokens"], self.stage.identity(args)
+        timed = {"pin": {"ttl_s": args.get("ttl_s", 5.0)}, "returns": {"in_s": args.get("ttl_s")}}.get(verb, {})
+        answer = self.stage.attempt(f"client {verb}", lambda: getattr(hints, verb)(tokens, **timed, **identity))
+        if answer is None:
+            return
+        latest = runtime._session.now() + runtime.config.max_hint_pin_s
+        if any(pin.expires_at > latest for pin in runtime.ledger.hints.pins):
+            raise Violation("a leak", "the pin of a hint lasts too long")
+        self.stage.met("client hint")
 
     async def _do_unpin(self, args: Any) -> None:
         if self._pins:

@@ -52,7 +52,7 @@ BECOMES = {
 }  # fmt: skip
 KEEPING = (
     ("pin", 30), ("unpin", 12), ("prefetch", 16), ("begin_prefetch", 10), ("demote", 14), ("begin_demote", 8),
-    ("transfer_wait", 6), ("transfer_cancel", 6),
+    ("transfer_wait", 6), ("transfer_cancel", 6), ("client_hint", 20),
 )  # fmt: skip
 WHOLE = (
     ("flush", 18), ("reset_device", 30), ("evict_prompt", 24), ("reset", 8), ("reset_host", 8), ("lookup", 8),
@@ -77,6 +77,9 @@ WRONG_ANYWHERE: tuple[dict[str, Any], ...] = (
     {"call": "invalidate", "num": 10**9},
     {"call": "pin", "tokens": (1, 2), "ttl_s": 0},
     {"call": "pin", "tokens": (), "ttl_s": 1.0},
+    {"call": "client_hint", "tokens": (1, 2), "verb": "pin", "ttl_s": 0},
+    {"call": "client_hint", "tokens": (1, 2), "verb": "returns", "ttl_s": "soon"},
+    {"call": "client_hint", "tokens": (), "verb": "done"},
     {"call": "reset", "tier": "DISK"},
     {"call": "reset", "timeout_s": -1.0},
     {"call": "lookup", "tokens": ()},
@@ -121,7 +124,7 @@ ENGINE_ODDS = Odds(
         "request": "entered", "match_again": "entered", "match_again_nowait": "entered", "load": "running",
         "load_nowait": "loading", "wait": "running", "leave": "none", "offer": "running",
     },
-    (("pin", 30), ("unpin", 14)),
+    (("pin", 30), ("unpin", 14), ("client_hint", 20)),
     (
         ("evict", 36), ("offer_deferred", 30), ("evict_prompt", 16), ("flush", 16), ("reset", 6), ("reset_host", 8),
         ("reset_device", 2), ("lookup", 8), ("statistics", 4), ("report_queue", 4), ("report_compute", 4),

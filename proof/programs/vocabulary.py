@@ -17,6 +17,7 @@ from aoffload.errors import InvalidArgument
 from aoffload.testing.faults import FAULTS
 
 __all__ = [
+    "VERBS",
     "ENGINE_CALLS",
     "ENGINE_RUNTIME_CALLS",
     "LEDGER_CALLS",
@@ -62,7 +63,7 @@ LEDGER_CALLS = _table({
     "launch": "job!", "settle": "job! outcome at", "land": "who", "discard": "job!", "late": "job!", "stray": "job!",
     "again": "job!",
     "pin": f"name! {KEY} expires_at", "unpin": "name!", "lapse": "now!", "drop_pins": "",
-    "hint": f"{KEY} expires_at! category",
+    "hint": f"{KEY} expires_at! category", "client_hint": f"{KEY} verb! ttl_s now",
     "prefetch": f"name! {KEY}", "demote": f"name! {KEY}", "cancel": "name!", "cancel_cache_transfers": "",
     "reset": "tier", "weights": "epoch!",
     "watermark": "", "lookup": KEY, "serve": f"{KEY} new", "evict": "num_tokens! token!",
@@ -77,7 +78,7 @@ LEDGER_CALLS = _table({
 AS_ON_A_LEDGER = (
     "launch", "settle", "land", "discard", "late", "stray", "again", "pin", "unpin", "lapse", "drop_pins", "reset",
     "weights",
-    "hint", "lookup", "serve", "write_behind", "idle", "disk_flush", "fetch", "match_fetched", "cancel",
+    "hint", "client_hint", "lookup", "serve", "write_behind", "idle", "disk_flush", "fetch", "match_fetched", "cancel",
     "cancel_cache_transfers", "remote_stores", "lose_cell", "poison_cell", "arrive", "end_remote",
 )  # fmt: skip
 ENGINE_CALLS = {name: LEDGER_CALLS[name] for name in AS_ON_A_LEDGER} | _table({
@@ -94,7 +95,7 @@ ASK = f"{IDENTITY} name max_hit alignment reads_cache store max_store deadline_s
 FORWARD = "num drafts style early"
 WORLD = (
     "groups", "num_host_blocks", "store_policy", "max_job_bytes", "max_pinned_share", "max_prefetch_share", "disk",
-    "max_fetch_share", "eviction",
+    "max_fetch_share", "eviction", "max_hint_pinned_share", "max_hint_pin_s",
 )  # fmt: skip
 OPTIONS = [field.name for field in attrs.fields(OffloadConfig) if field.name not in WORLD]
 RUNTIME_CALLS = _table({
@@ -105,7 +106,7 @@ RUNTIME_CALLS = _table({
     "wait": CLIENT, "step": f"{CLIENT} {FORWARD}", "end_step": CLIENT, "commit": f"{CLIENT} num back new",
     "commit_step": f"{CLIENT} of! new", "invalidate": f"{CLIENT} num back", "preempt": CLIENT,
     "preempt_nowait": CLIENT, "resume": f"{CLIENT} num by", "abort": f"{CLIENT} how",
-    "hint": f"{CLIENT} {IDENTITY} expected_s! category",
+    "client_hint": f"{CLIENT} {IDENTITY} verb! ttl_s",
     "pin": f"{CLIENT} {IDENTITY} ttl_s!", "unpin": CLIENT, "prefetch": f"{CLIENT} {IDENTITY}",
     "begin_prefetch": f"{CLIENT} {IDENTITY}", "demote": f"{CLIENT} {IDENTITY}",
     "begin_demote": f"{CLIENT} {IDENTITY}", "transfer_wait": CLIENT, "transfer_cancel": CLIENT,
@@ -119,7 +120,7 @@ RUNTIME_CALLS = _table({
 
 AS_ON_A_RUNTIME = (
     "configure", "fault", "cancel", "close", "leave", "wait", "step", "end_step", "invalidate", "abort", "pin", "unpin",
-    "hint", "flush", "reset", "weights", "lookup", "statistics", "integrity", "pause", "fetch", "begin_fetch",
+    "client_hint", "flush", "reset", "weights", "lookup", "statistics", "integrity", "pause", "fetch", "begin_fetch",
     "request_fetch", "report_queue", "report_compute", "restored", "restart", "transfer_wait", "transfer_cancel",
 )  # fmt: skip
 ENGINE_RUNTIME_CALLS = {name: RUNTIME_CALLS[name] for name in AS_ON_A_RUNTIME} | _table({
@@ -129,9 +130,12 @@ ENGINE_RUNTIME_CALLS = {name: RUNTIME_CALLS[name] for name in AS_ON_A_RUNTIME} |
     "offer": f"{CLIENT} num back new is_last", "offer_deferred": CLIENT, "evict": CLIENT,
 })  # fmt: skip
 
+VERBS = ("pin", "prefetch", "demote", "returns", "done")
+"""Of hints that clients give."""
 CHOICES: Mapping[tuple[str, str], tuple[object, ...]] = {
     ("settle", "outcome"): ("landed", "failed", "corrupt", "unproven"),
     ("restart", "how"): ("closed", "killed"),
+    ("client_hint", "verb"): VERBS,
     ("cancel", "how"): ("scope", "request", "native"),
     ("abort", "how"): ("request", "runtime"),
     ("leave", "how"): ("error",),

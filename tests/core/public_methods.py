@@ -15,7 +15,8 @@ FOR_EXTENSIONS = {
 }  # fmt: skip
 """What a ledger has for the verbs of extensions."""
 FOR_HANDLES = {
-    "transfers.begin", "transfers.hit_of", "transfers.new_request", "transfers.over", "transfers.wait_for_jobs",
+    "transfers.begin", "transfers.hit_of", "transfers.leaving", "pins.check_share", "pins.grow",
+    "transfers.new_request", "transfers.over", "transfers.wait_for_jobs",
     "invalidation.forget", "invalidation.has_read", "invalidation.keep", "invalidation.remember",
     "preemption.may_preempt",
     "reports.fetching", "reports.oldest_by_state", "reports.oldest_step_s", "reports.oldest_wait_s", "reports.step",

@@ -65,6 +65,7 @@ OTHER_CALLS = {
     "lookup", "admit", "accept", "withdraw", "launch", "settle", "discard", "reset", "statistics", "check_integrity",
     "last_step", "lapse", "watch", "unwatch", "explain", "pins.hold", "pins.release", "pins.drop", "eviction.hint",
     "eviction.statistics", "transfers.prefetch", "transfers.demote", "transfers.cancel", "transfers.cancel_all",
+    "hints.apply", "hints.apply_all", "hints.reject", "hints.answered", "hints.statistics",
     "write_back.plan", "reports.requests", "reports.holders", "fetches.fetch", "fetches.num_blocks",
     "fetches.num_remote_blocks", "disk.plan_stores", "disk.plan_flush", "disk.restore", "disk.take_forgotten",
     "remote.plan_stores", "remote.take_forgotten", "overlap.step",

@@ -432,7 +432,7 @@ def test_a_hint_without_learned_eviction_is_refused() -> None:
 @pytest.mark.parametrize(
     ("argument", "options"),
     [
-        ("in_s", {"in_s": "soon"}), ("in_s", {"in_s": -1.0}), ("in_s", {"in_s": math.nan}), ("in_s", {}),
+        ("in_s", {"in_s": "soon"}), ("in_s", {"in_s": -1.0}), ("in_s", {"in_s": math.nan}),
         ("in_s", {"in_s": True}), ("category", {"in_s": 1.0, "category": 5}),
         ("category", {"in_s": 1.0, "category": "x" * 257}),
     ],

@@ -16,7 +16,7 @@ from aoffload import AoffloadError, InvalidArgument, Ledger, RequestState
 from aoffload._extensions.store_policies import EagerStore
 from aoffload._kernel.events import Event, RequestMoved
 from aoffload._kernel.records import call_all
-from aoffload.ledger import Completion, Observers, Outcome, Prefix
+from aoffload.ledger import Completion, Observers, Outcome, PinHint, Prefix
 
 A, B = prompt(1, 17), prompt(2, 17)
 
@@ -110,6 +110,7 @@ CALLS: dict[str, Callable[[Ledger, Any], object]] = {
     "drop_pins": lambda ledger, _: ledger.pins.drop(),
     "lapse": lambda ledger, _: ledger.lapse(0.0),
     "hint": lambda ledger, _: ledger.eviction.hint(Prefix.of(ROOT, A), expires_at=9.0),
+    "client_hint": lambda ledger, _: ledger.hints.apply(Prefix.of(ROOT, A), PinHint(9.0), 0.0),
     "prefetch": lambda ledger, _: ledger.transfers.prefetch(Prefix.of(ROOT, A)),
     "demote": lambda ledger, _: ledger.transfers.demote(Prefix.of(ROOT, A)),
     "reset": lambda ledger, _: ledger.reset(),

@@ -122,6 +122,9 @@ async def test_bad_token_ids(bad: Any) -> None:
             engine.runtime.pins.hold(bad, 60)
         with pytest.raises(InvalidArgument, match="token_ids"):
             engine.runtime.eviction.hint(bad, expected_s=60)
+        for verb in (engine.runtime.hints.prefetch, engine.runtime.hints.demote, engine.runtime.hints.done):
+            with pytest.raises(InvalidArgument, match="token_ids"):
+                verb(bad)
         is_nothing = (
             isinstance(bad, (list, np.ndarray)) and not np.size(np.array(bad, dtype=object)) and np.ndim(bad) == 1
         )
@@ -565,10 +568,17 @@ async def test_a_hint_needs_eviction_that_learns() -> None:
         await goes_on_serving(engine)
 
 
-@pytest.mark.parametrize("call", ["lookup", "pins.hold", "eviction.hint", "transfers.prefetch", "transfers.demote"])
+@pytest.mark.parametrize(
+    "call",
+    ["lookup", "pins.hold", "eviction.hint", "transfers.prefetch", "transfers.demote", "hints.pin", "hints.done"],
+)
 async def test_an_unknown_keyword_names_the_call(call: str) -> None:
     """A keyword that a call does not have is refused as Python does it: by the names of the call and the keyword."""
-    more: dict[str, Any] = {"pins.hold": {"ttl_s": 60}, "eviction.hint": {"expected_s": 60}}.get(call, {})
+    more: dict[str, Any] = {
+        "pins.hold": {"ttl_s": 60},
+        "eviction.hint": {"expected_s": 60},
+        "hints.pin": {"ttl_s": 60},
+    }.get(call, {})
     name = f"OffloadRuntime.{call}" if call == "lookup" else call
     async with scripted(eviction="learned") as (engine, _):
         with pytest.raises(TypeError, match=rf"^{re.escape(name)}\(\) .* keyword argument 'cache_sault'$"):
@@ -592,6 +602,8 @@ def changing(runtime: OffloadRuntime, request: Any) -> list[Callable[[], Any]]:
         lambda: runtime.lookup(A),
         lambda: runtime.pins.hold(A, 60),
         lambda: runtime.eviction.hint(A, expected_s=60),
+        lambda: runtime.hints.pin(A, 60),
+        lambda: runtime.hints.apply(A, []),
         lambda: runtime.transfers.prefetch(A),
         lambda: runtime.transfers.demote(A),
         lambda: runtime.cancel("r1"),

@@ -29,6 +29,7 @@ from aoffload._runtime.handles import (
     RuntimeDisk,
     RuntimeEviction,
     RuntimeFetches,
+    RuntimeHints,
     RuntimePins,
     RuntimeReports,
     RuntimeTransfers,
@@ -59,6 +60,12 @@ KEYWORDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 POSITIONAL = {
     "RuntimeEviction.hint": (A,),
+    "RuntimeHints.pin": (A, 60),
+    "RuntimeHints.prefetch": (A,),
+    "RuntimeHints.demote": (A,),
+    "RuntimeHints.returns": (A,),
+    "RuntimeHints.done": (A,),
+    "RuntimeHints.apply": (A, []),
     "OffloadRuntime.cancel": ("r",),
     "HostCacheRuntime.cancel": ("r",),
     "Request.fetch": (),
@@ -103,7 +110,7 @@ def _is_a(kind: type, found: object) -> bool:
 
 HANDLES: dict[str, Any] = {
     "pins": RuntimePins, "transfers": RuntimeTransfers, "fetches": RuntimeFetches, "eviction": RuntimeEviction,
-    "disk": RuntimeDisk, "reports": RuntimeReports,
+    "disk": RuntimeDisk, "reports": RuntimeReports, "hints": RuntimeHints,
 }  # fmt: skip
 OFF = ("fetches", "disk")
 """Handles that the runtimes of these tests don't have."""

@@ -10,7 +10,7 @@ import attrs
 from aoffload import Tier
 from aoffload._common.tiers import CACHE_TIERS, TIERS
 from aoffload._transfer.breaker import Use
-from aoffload.ledger import Direction, EvictionRule, Outcome
+from aoffload.ledger import Direction, EvictionRule, HintOutcome, HintReason, HintVerb, Outcome
 
 
 class Kind(enum.Enum):
@@ -70,6 +70,8 @@ _SKIPPED = (
 _STATE, _TIER, _BELOW = {"state": _STAYS}, {"tier": _TIERS}, {"tier": LOWER}
 _BLOCK_STATES = {"state": ("free", "cached", "pinned", "quarantined")}
 _LINK = {"direction": _DIRECTIONS, "tier": _LINKS}
+_ANSWER = {"verb": tuple(verb.value for verb in HintVerb), "outcome": tuple(outcome.value for outcome in HintOutcome)}
+_WHY = {"reason": tuple(reason.value for reason in HintReason if reason is not HintReason.NONE)}
 _GAUGE, _COUNTER, _HISTOGRAM = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
 _LOWER, _LEARNED, _QUOTAS = ShownWith.LOWER_TIERS, ShownWith.LEARNED_EVICTION, ShownWith.QUOTAS
 _TENANT: dict[str, tuple[str, ...]] = {"tenant": ()}
@@ -133,6 +135,9 @@ FAMILIES = (
         "aoffload_account_refused_blocks_total", _COUNTER, _TENANT | _SHARED,
         "Not stored because of a ceiling or of daily writes.", _QUOTAS,
     ),
+    Family("aoffload_hints_answered_total", _COUNTER, _ANSWER, "Hints of clients by verb and answer."),
+    Family("aoffload_hints_refused_total", _COUNTER, _WHY, "Hints of clients that were clipped or rejected."),
+    Family("aoffload_hint_pins", _GAUGE, {}, "Prompts that a hint of a client keeps cached by a pin."),
     Family("aoffload_pins", _GAUGE, {}, "Prompts that somebody keeps cached by a pin."),
     Family(
         "aoffload_jobs", _GAUGE, {"state": ("queued", "launched", "quarantined")},

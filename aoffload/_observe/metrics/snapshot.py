@@ -17,6 +17,7 @@ from aoffload.ledger import (
     AccountStatistics,
     EvictionRule,
     EvictionStatistics,
+    HintStatistics,
     LedgerLog,
     LedgerStatistics,
     Observers,
@@ -127,6 +128,7 @@ def _standing(ledger: AnyLedger, found: LedgerStatistics) -> Iterator[tuple[str,
     yield "aoffload_weights_switches_total", _one(found.num_weights_changes)
     if found.quotas:
         yield from _accounts(found.quotas)
+    yield from _hints(found.hints)
     yield "aoffload_pins", _one(found.num_pins)
     jobs = Counter(job.state.value for job in ledger.jobs.unsettled.values())
     jobs["quarantined"] = len(ledger.jobs.quarantined)
@@ -143,6 +145,19 @@ def _standing(ledger: AnyLedger, found: LedgerStatistics) -> Iterator[tuple[str,
     yield "aoffload_lost_log_events_total", _one(num_lost)
     num_failures = sum(one.num_failures for one in told if isinstance(one, Observers))
     yield "aoffload_observer_failures_total", _one(num_failures)
+
+
+def _hints(found: HintStatistics | None) -> Iterator[tuple[str, Iterable[Sample]]]:
+    """Answers to the hints of clients, and their pins."""
+    answers, reasons = Counter[tuple[str, str]](), Counter[str]()
+    for (verb, outcome, reason), number in ({} if found is None else found.answers).items():
+        answers[verb.value, outcome.value] += number
+        reasons[reason.value] += number
+    name = "aoffload_hints_answered_total"
+    keys = product(LABEL_VALUES[name, "verb"], LABEL_VALUES[name, "outcome"])
+    yield name, [Sample(key, answers[key]) for key in keys]
+    yield "aoffload_hints_refused_total", _each("aoffload_hints_refused_total", "reason", reasons)
+    yield "aoffload_hint_pins", _one(0 if found is None else found.num_pins)
 
 
 def _evicted(tiers: Iterable[TierBlocks], found: EvictionStatistics | None) -> Iterator[Sample]:

@@ -15,9 +15,10 @@ from ...errors import AoffloadError
 from ..engine.engine import PagedEngine
 from ..engine.sequence import Generation
 from .admission import Admission
-from .bodies import Fields, Limits, Prompt, Wish
+from .bodies import ChatPrompt, Fields, Limits, Prompt, Wish
 from .errors import ApiError, HungUp, error_of, too_long, unavailable
 from .gate import Rules
+from .hints import RequestHints, common_length
 from .metrics import Metrics
 from .tokenizer import Speller, Tokenizer
 from .wire import FAREWELL_S, Reply, Wire, usage_of
@@ -145,6 +146,8 @@ class Stream:
     reply: Reply
     has_usage: bool = attrs.field(kw_only=True)
     """Whether the last event has the token counts; all others then have `usage: null`."""
+    hints: RequestHints = attrs.field(kw_only=True)
+    """The last event has the answers to them."""
 
     async def run(self, generate: Callable[[], Awaitable[Generation]]) -> None:
         """Generate and send. Raises the `AoffloadError` of `generate` after all text before it was sent."""
@@ -176,9 +179,10 @@ class Stream:
             opening = []
 
     async def _send_end(self, generation: Generation) -> None:
-        await self._send(self.wire.piece("", self.flow.finish_reason))
+        end, answers = self.wire.piece("", self.flow.finish_reason), self.hints.as_dict()
+        await self._send(end if self.has_usage else end | answers)
         if self.has_usage:
-            await self.reply.event(self.wire.last(usage_of(generation)))
+            await self.reply.event(self.wire.last(usage_of(generation)) | answers)
         await self.reply.end_stream()
 
     async def _send(self, value: Mapping[str, Any]) -> None:
@@ -318,12 +322,39 @@ class Answering:
             store=StoreScope.ALL if wish.is_stored else StoreScope.NONE,
             until=flow.take,
         )
+        stops = await self._stops(wish, token_ids) if wish.hints else {}
+        hints = RequestHints(service.engine.runtime, wish.hints, token_ids, wish.cache_salt, stops)
+
+        async def generate_with_hints() -> Generation:
+            if not wish.hints:
+                return await generate()
+            hints.begin()
+            try:
+                generation = await generate()
+            except BaseException:
+                hints.give_up()
+                raise
+            hints.finish(generation.token_ids)
+            return generation
+
         if wish.is_streamed:
-            await Stream(flow, wire, reply, has_usage=wish.has_usage).run(generate)
+            await Stream(flow, wire, reply, has_usage=wish.has_usage, hints=hints).run(generate_with_hints)
         else:
-            generation = await generate()
+            generation = await generate_with_hints()
             flow.finish()
-            await reply.whole(wire.whole(flow.text(), flow.finish_reason, usage_of(generation)))
+            whole = wire.whole(flow.text(), flow.finish_reason, usage_of(generation))
+            await reply.whole(whole | hints.as_dict())
+
+    async def _stops(self, wish: Wish, token_ids: Sequence[int]) -> dict[int, int]:
+        """By number of messages, the tokens of the prompt up to their end."""
+        found: dict[int, int] = {}
+        for number in {hint.num_messages for hint in wish.hints if hint.num_messages}:
+            first = ChatPrompt(wish.prompt.messages[:number]) if isinstance(wish.prompt, ChatPrompt) else wish.prompt
+            try:
+                found[number] = common_length(token_ids, await self._encode(first))
+            except ApiError:  # a chat template may refuse the beginning of a chat that it takes as a whole
+                found[number] = 0
+        return found
 
     async def _encode(self, prompt: Prompt) -> Sequence[int]:
         tokenizer = self.service.tokenizer

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import attrs
 
+from ..._common.hints import GivenHint
 from .errors import ApiError, bad_field, too_long
+from .hints import ClientHint, hints_of, read_control
 from .tokenizer import Message, Tokenizer
 
 # -- fields ----------------------------------------------------------------------------------------------------------
@@ -218,6 +221,7 @@ COMPLETION_TOKENS = 16
 CHAT_TOKENS = 256
 """OpenAI's default is the rest of the context. Here blocks are granted before a request begins, so longer answers have
 to be requested."""
+NOTHING_MARKED: Mapping[int, GivenHint] = MappingProxyType({})
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -251,6 +255,7 @@ class Wish:
     cache_salt: str | None
     reads_cache: bool
     is_stored: bool
+    hints: tuple[ClientHint, ...]
 
     def num_new_tokens(self, num_prompt_tokens: int, limits: Limits) -> int:
         """The maximum length of its answer. `ApiError` naming the field that is too long."""
@@ -279,7 +284,9 @@ def read_completion(fields: Fields, limits: Limits) -> Wish:
 def read_chat(fields: Fields, limits: Limits) -> Wish:
     """The body of /v1/chat/completions."""
     _read_model(fields, limits)
-    messages = fields.required("messages", items(_read_message, most=MAX_MESSAGES))
+    read = fields.required("messages", items(_read_message, most=MAX_MESSAGES))
+    messages = [message for message, _ in read]
+    marked = {number: mark for number, (_, mark) in enumerate(read, 1) if mark is not None}
     fields.optional("response_format", _read_format, None)
     for name, neutral in (("logprobs", False), ("top_logprobs", 0), ("tools", []), ("tool_choice", "none")):
         fields.neutral(name, neutral)
@@ -289,7 +296,7 @@ def read_chat(fields: Fields, limits: Limits) -> Wish:
     new = fields.optional("max_completion_tokens", integer(1, limits.num_tokens), None)
     name = "max_tokens" if new is None else "max_completion_tokens"
     return _read_common(
-        fields, limits, ChatPrompt(messages), "messages", old if new is None else new, name, CHAT_TOKENS
+        fields, limits, ChatPrompt(messages), "messages", old if new is None else new, name, CHAT_TOKENS, marked
     )
 
 
@@ -301,6 +308,7 @@ def _read_common(
     max_tokens: int | None,
     max_tokens_field: str,
     default: int,
+    marked: Mapping[int, GivenHint] = NOTHING_MARKED,
 ) -> Wish:
     """Read the fields that both bodies share, then refuse all unread ones."""
     _refuse_sampling(fields)
@@ -319,6 +327,12 @@ def _read_common(
         cache_salt=_read_salt_of(fields, limits),
         reads_cache=offload.optional("read", boolean, True),
         is_stored=offload.optional("store", boolean, True),
+        hints=hints_of(
+            control=fields.optional("cache_control", _anything, None),
+            retention=fields.optional("prompt_cache_retention", _anything, None),
+            payload=fields.optional("kv_hints", _anything, None),
+            marked=marked,
+        ),
     )
     offload.finish()
     fields.finish()
@@ -370,31 +384,40 @@ def _text_prompt(param: str, value: object) -> TextPrompt:
     return TextPrompt(_not_empty(param, text(param, value)))
 
 
-def _read_message(param: str, value: object) -> Message:
+def _anything(_: str, value: object) -> object:
+    """A `Reader` of values that are read later, because a bad one is no error of the request."""
+    return value
+
+
+def _read_message(param: str, value: object) -> tuple[Message, GivenHint | None]:
+    """A message, and its `cache_control`, which may be that of its last part."""
     fields = Fields.inside(param, value)
     role = fields.required("role", text)
     if role not in _ROLES:
         raise bad_field(f"{param}.role", f"must be one of {', '.join(_ROLES)}, got {role!r:.100}")
-    content = fields.required("content", _read_content)
+    content, control = fields.required("content", _read_content)
+    control = fields.optional("cache_control", _anything, control)
     fields.ignored("name", "refusal")
     fields.finish()
-    return Message(_ROLES[role], content)
+    return Message(_ROLES[role], content), read_control(control, f"{param}.cache_control")
 
 
-def _read_content(param: str, value: object) -> str:
+def _read_content(param: str, value: object) -> tuple[str, object]:
     if isinstance(value, list):
-        return "".join(items(_read_part, most=MAX_MESSAGES)(param, value))
-    return text(param, value)
+        parts = items(_read_part, most=MAX_MESSAGES)(param, value)
+        return "".join([part for part, _ in parts]), parts[-1][1]
+    return text(param, value), None
 
 
-def _read_part(param: str, value: object) -> str:
+def _read_part(param: str, value: object) -> tuple[str, object]:
     fields = Fields.inside(param, value)
     kind = fields.required("type", text)
     if kind != "text":
         raise bad_field(f"{param}.type", f"must be 'text', got {kind!r:.100}")
     found = fields.required("text", text)
+    control = fields.optional("cache_control", _anything, None)
     fields.finish()
-    return found
+    return found, control
 
 
 def _read_format(param: str, value: object) -> None:

@@ -132,7 +132,7 @@ def test_every_count_has_a_metric() -> None:
     names = {"jobs": 3, "copied_blocks": 2, "copied_bytes": 2, "copy_seconds": 2, "overdue_jobs": 2}
     names |= {"skipped_store_blocks": 1, "lost_tokens": 0, "turned_off": 1, "blocks": 2, "off": 0}
     names |= {"fetches": 0, "late_fetches": 0, "restored_blocks": 0, "disk_budget_bytes": 0, "disk_off": 0}
-    names |= {"declined_fetches": 0, "declined_loads": 0, "remote_off": 0, "left_alone": 2}
+    names |= {"declined_fetches": 0, "declined_loads": 0, "remote_off": 0, "left_alone": 2, "hints": 3}
     assert {name: len(family.labels) for name, family in statistics.FAMILIES.items()} == names
     assert {name for name, family in statistics.FAMILIES.items() if family.is_gauge} == {
         "blocks", "off", "disk_budget_bytes", "disk_off", "remote_off", "left_alone",
