@@ -160,7 +160,7 @@ class Belady:
         self._uses, self._present = uses, present
         self._idle: dict[Part, None] = {}
         self._heap: list[tuple[float, int, int, Part]] = []
-        self._num_added = 0
+        self._num_added = self._built_at = 0
 
     def add(self, part: Part) -> None:
         self._idle[part] = None
@@ -180,6 +180,10 @@ class Belady:
         del self._idle[part]
 
     def oldest(self) -> Part | None:
+        if self._built_at != self._present[0]:  # what the device hits is no use here, but its next use is later
+            self._built_at, self._heap = self._present[0], []
+            for part in self._idle:
+                self._push(part)
         heap = self._heap
         while heap:
             part, key = heap[0][3], heap[0][:2]
