@@ -85,7 +85,7 @@ def replay(
     ledger, found = Ledger(config, num_device + 1, clock=lambda: now), Replay(name)
     begun = time.perf_counter()
     for prompt in prompts:
-        now += 1.0
+        now += 0.5
         request = ledger.admit(Prefix.of(ROOT, prompt))
         found.num_device_hits += request.match.num_device_tokens // BLOCK_TOKENS
         found.num_host_hits += request.match.num_host_tokens // BLOCK_TOKENS

@@ -47,6 +47,8 @@ LONELY_BASES = {
     "EvictionOrder": "a protocol: the orders of tenants are compared, too",
     "Pins": "quotas bound the pins of each tenant, too",
     "LedgerRequest": "a request of a `HostCache` has more",
+    "LeastRecentlyUsed": "the orders of tenants number their uses together",
+    "Shadow": "a simulated cache in LRU order; that in the learned order evicts others",
     "DevicePool": "a protocol: a restart takes slots of a disk by their ids, too",
     "EngineBlocks": "a protocol: an engine may also find blocks by their tokens",
     "ExtentPool": "the slots of a disk remember what they held",

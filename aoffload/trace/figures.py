@@ -212,7 +212,7 @@ class Figures(Listener):
             case Kind.QUOTA:
                 return self.quotas, quota(event), 1
             case Kind.HINT:
-                return self.hints, answer_to_hint(event), event.count("num_tokens")
+                return self.hints, answer_to_hint(event), 1
             case Kind.SKIPPED_STORE:
                 return self.skipped_stores, event.text("reason"), event.count("num_blocks")
             case _:

@@ -11,11 +11,14 @@ from aoffload._kernel.extension import HOOKS
 
 FOR_EXTENSIONS = {
     "add_once", "end_call", "end_invalidation", "enrol", "find", "hold", "invalidated", "new_name", "own", "plans_of",
-    "rematch", "report_errors", "sequence_of", "waits_for",
+    "rematch", "report_errors", "sequence_of", "waits_for", "has_begun", "match_all_again", "pending_wakes",
+    "possible_publishers",
 }  # fmt: skip
 """What a ledger has for the verbs of extensions."""
 FOR_HANDLES = {
-    "transfers.begin", "transfers.hit_of", "transfers.leaving", "pins.check_share", "pins.grow",
+    "transfers.begin", "transfers.hit_of", "transfers.leaving", "pins.check_share", "pins.end_all", "pins.grow",
+    "quotas.all_cleared", "quotas.ceiling", "quotas.max_pinned", "quotas.num_left", "quotas.number_of",
+    "quotas.part_changed", "weights.begin_again", "weights.is_findable", "weights.root_of",
     "transfers.new_request", "transfers.over", "transfers.wait_for_jobs",
     "invalidation.forget", "invalidation.has_read", "invalidation.keep", "invalidation.remember",
     "preemption.may_preempt",

@@ -65,16 +65,11 @@ def test_an_idle_ledger_says_that_nobody_holds_anything() -> None:
 
 
 def test_an_eviction_that_is_not_the_default_has_a_line() -> None:
-    """Which order rules in each tier, and hints as long as they are in force; an order of the program's own by its
-    name."""
+    """Which order rules in each tier; an order of the program's own by its name."""
     driven = Timed(8, 8, eviction=LearnedEviction(device=True))
     driven.serve(prompt(1, 8))
-    driven.ledger.eviction.hint(driven.prefix(prompt(1, 8)), expires_at=9.0)
     (found,) = [line for line in driven.ledger.explain().splitlines() if line.startswith("eviction")]
-    ruled = "host by what was learned, device by what was learned, as the guard has it"
-    assert found == f"eviction: {ruled}; 1 hint in force"
-    driven.ledger.lapse(9.0)
-    assert "hint" not in driven.ledger.explain()
+    assert found == "eviction: host by the last use, device by the last use, as the guard has it"
 
     assert "eviction" not in Timed(8).ledger.explain()
     own = Timed(8, eviction=Own).ledger.explain()

@@ -63,12 +63,13 @@ CALLS: dict[str, tuple[str, Call]] = {
 """Every call about a request: what it calls itself when it is refused, and how it is made."""
 OTHER_CALLS = {
     "lookup", "admit", "accept", "withdraw", "launch", "settle", "discard", "reset", "statistics", "check_integrity",
-    "last_step", "lapse", "watch", "unwatch", "explain", "pins.hold", "pins.release", "pins.drop", "eviction.hint",
-    "eviction.statistics", "transfers.prefetch", "transfers.demote", "transfers.cancel", "transfers.cancel_all",
+    "last_step", "lapse", "watch", "unwatch", "explain", "pins.hold", "pins.release", "pins.drop", "eviction.returns",
+    "eviction.done", "eviction.statistics", "transfers.prefetch", "transfers.demote", "transfers.cancel",
+    "transfers.cancel_all",
     "hints.apply", "hints.apply_all", "hints.reject", "hints.answered", "hints.statistics",
     "write_back.plan", "reports.requests", "reports.holders", "fetches.fetch", "fetches.num_blocks",
     "fetches.num_remote_blocks", "disk.plan_stores", "disk.plan_flush", "disk.restore", "disk.take_forgotten",
-    "remote.plan_stores", "remote.take_forgotten", "overlap.step",
+    "remote.plan_stores", "remote.take_forgotten", "overlap.step", "quotas.statistics", "weights.set",
 }  # fmt: skip
 
 LOOKING = (
@@ -471,24 +472,24 @@ def test_a_live_request_keeps_its_name() -> None:
 
 BAD_HINTS: dict[str, tuple[object, ...]] = {
     "prefix": (A, None, "a prompt", b"", 5),
-    "expires_at": (float("nan"), "soon", b"1", None, True, False, 4j, [9.0], HUGE**20),
+    "in_s": (float("nan"), "soon", b"1", True, False, 4j, [9.0], HUGE**20, -0.1),
     "category": (5, None, True, b"search", ["search"], {}, ("search",), float("nan"), "x" * 257),
 }
 
 
 @pytest.mark.parametrize("name", BAD_HINTS)
 def test_a_bad_hint_is_refused_by_name(name: str) -> None:
-    """Nothing is spared, and no hint is kept. The longest category, and none, are fine, and so is a time that is over
-    already or never comes."""
+    """And nothing is learned from it. The longest category, and none, are fine, and so is a time that is now or never
+    comes."""
     driven = Driven(8, eviction="learned")
     driven.on_host_only(A)
-    good: dict[str, Any] = {"prefix": Prefix.of(Root("test"), A), "expires_at": 9.0, "category": "search"}
+    good: dict[str, Any] = {"prefix": Prefix.of(Root("test"), A), "in_s": 9.0, "category": "search"}
     for value in BAD_HINTS[name]:
         with refused(driven.ledger, error=InvalidArgument, says=(f"{name}: ",)):
-            driven.ledger.eviction.hint(**{**good, name: value})
-    assert driven.ledger.statistics().num_hints == 0
-    for more in ({"category": ""}, {"category": "x" * 256}, {"expires_at": -1.0}, {"expires_at": float("inf")}):
-        assert driven.ledger.eviction.hint(**{**good, **more}) == 8
+            driven.ledger.eviction.returns(**{**good, name: value})
+    assert not driven.ledger.eviction.learning.times._numbers
+    for more in ({"category": ""}, {"category": "x" * 256}, {"in_s": 0.0}, {"in_s": float("inf")}, {"in_s": None}):
+        assert driven.ledger.eviction.returns(**{**good, **more}) == 8
     driven.ledger.check_integrity()
 
 

@@ -109,7 +109,7 @@ CALLS: dict[str, Callable[[Ledger, Any], object]] = {
     "pin": lambda ledger, _: ledger.pins.hold(Prefix.of(ROOT, A)),
     "drop_pins": lambda ledger, _: ledger.pins.drop(),
     "lapse": lambda ledger, _: ledger.lapse(0.0),
-    "hint": lambda ledger, _: ledger.eviction.hint(Prefix.of(ROOT, A), expires_at=9.0),
+    "hint": lambda ledger, _: ledger.eviction.returns(Prefix.of(ROOT, A), in_s=9.0),
     "client_hint": lambda ledger, _: ledger.hints.apply(Prefix.of(ROOT, A), PinHint(9.0), 0.0),
     "prefetch": lambda ledger, _: ledger.transfers.prefetch(Prefix.of(ROOT, A)),
     "demote": lambda ledger, _: ledger.transfers.demote(Prefix.of(ROOT, A)),

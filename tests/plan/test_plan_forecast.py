@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from synthetic_traces import BLOCK_TOKENS, MOST_OF_ONE, REQUESTS, Request, conversations, made, trace_of, write_trace
 
 from aoffload import ConfigError, KVCacheGroup, LazyStore, Ledger, OffloadConfig
+from aoffload._common.env import Env
 from aoffload.ledger import Prefix, Root, TransferPlan
 from aoffload.plan import Recorder
 from aoffload.plan.forecast import Forecast, Prices, Row, Sizes, Speeds, first_token
@@ -91,22 +92,32 @@ def test_what_is_recorded_of_a_ledger_that_learns_is_replayed_alike(
     path, num_device, draw = tmp_path / "asked.jsonl", 30, random.Random(seed)
     befores = [int(number * (1 - draw.random() ** 3)) for number in range(600)]
     talks = [(before, draw.randint(1, 20), draw.randint(1, 25)) for before in befores]
-    with Recorder(path, block_tokens=BLOCK_TOKENS) as recorder:
-        found = spoken(talks, store, num_device, num_host, recorder)
+    env = Seconds()
+    with Recorder(path, block_tokens=BLOCK_TOKENS, env=env) as recorder:
+        found = spoken(talks, store, num_device, num_host, recorder, env)
     planned = replay(read_trace(path), num_device, num_host, store=store, eviction="learned")
     assert list(zip(planned.device.tolist(), planned.host.tolist(), strict=True)) == found
     assert sum(host for _, host in found) > 200
 
 
+class Seconds(Env):
+    seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
 def spoken(
-    talks: list[tuple[int, int, int]], store: Any, num_device: int, num_host: int, recorder: Recorder
+    talks: list[tuple[int, int, int]], store: Any, num_device: int, num_host: int, recorder: Recorder, env: Seconds
 ) -> list[tuple[int, int]]:
     """Blocks that each request hits, on the device and in the host, of a ledger that serves one after the other.
     `talks`: which earlier one it continues, tokens that it asks, tokens that it is answered."""
     groups = [KVCacheGroup("full", block_size=BLOCK_TOKENS)]
     config = OffloadConfig(groups=groups, num_host_blocks=num_host, store_policy=store, eviction="learned")
-    ledger, heard, hits = Ledger(config, num_device + 1, observer=recorder), list[list[int]](), list[tuple[int, int]]()
+    ledger = Ledger(config, num_device + 1, observer=recorder, clock=env.now)
+    heard, hits = list[list[int]](), list[tuple[int, int]]()
     for number, (before, num_asked, num_answered) in enumerate(talks):
+        env.seconds = 2.0 * number
         chunk = list(heard[before]) if before < number and len(heard[before]) < 80 else []
         chunk += [1000 * number + at for at in range(num_asked)]
         chunk += [999_999] * (not len(chunk) % BLOCK_TOKENS)  # else a block less could be hit than the prompt has

@@ -120,8 +120,6 @@ async def test_bad_token_ids(bad: Any) -> None:
                 call(bad)
         with pytest.raises(InvalidArgument, match="token_ids"):
             engine.runtime.pins.hold(bad, 60)
-        with pytest.raises(InvalidArgument, match="token_ids"):
-            engine.runtime.eviction.hint(bad, expected_s=60)
         for verb in (engine.runtime.hints.prefetch, engine.runtime.hints.demote, engine.runtime.hints.done):
             with pytest.raises(InvalidArgument, match="token_ids"):
                 verb(bad)
@@ -534,7 +532,7 @@ async def test_host_memory_that_cannot_be_had() -> None:
 
 
 BAD_HINTS: dict[str, tuple[Any, ...]] = {
-    "expected_s": (0, -1, -0.0, math.nan, math.inf, -math.inf, 2e9, 10**400, "60", b"60", None, True, False, 1j, [60]),
+    "in_s": (-1, math.nan, 2e9, 10**400, "60", b"60", True, False, 1j, [60]),
     "category": (5, None, True, b"search", ["search"], {}, math.nan, "x" * 257),
     "cache_salt": (7, ["a"], "\ud800"),
 }
@@ -547,36 +545,25 @@ async def test_bad_hints(argument: str) -> None:
     async with scripted(eviction="learned") as (engine, _):
         await engine.serve(A)
         runtime = engine.runtime
-        good: dict[str, Any] = {"expected_s": 60}
+        good: dict[str, Any] = {"in_s": 60}
         for bad in BAD_HINTS[argument]:
             with pytest.raises(InvalidArgument, match=argument) as refused:
-                runtime.eviction.hint(A, **{**good, argument: bad})
+                runtime.hints.returns(A, **{**good, argument: bad})
             assert refused.value.argument == argument
-            assert runtime.statistics().num_hints == 0
-        for category in ("", "x" * 256, "\ud800"):
-            assert runtime.eviction.hint(A, expected_s=0.5, category=category) == 8
-        await goes_on_serving(engine)
-
-
-async def test_a_hint_needs_eviction_that_learns() -> None:
-    """Without it there are no hints: the error names the key of the configuration."""
-    async with scripted() as (engine, _):
-        await engine.serve(A)
-        with pytest.raises(ConfigError, match="eviction: is not configured") as refused:
-            engine.runtime.eviction.hint(A, expected_s=60)
-        assert refused.value.argument == "eviction"
+        assert runtime.statistics().hints is None
+        for category in ("", "x" * 256):
+            assert runtime.hints.returns(A, in_s=0.5, category=category).num_tokens == 8
         await goes_on_serving(engine)
 
 
 @pytest.mark.parametrize(
     "call",
-    ["lookup", "pins.hold", "eviction.hint", "transfers.prefetch", "transfers.demote", "hints.pin", "hints.done"],
+    ["lookup", "pins.hold", "transfers.prefetch", "transfers.demote", "hints.pin", "hints.done"],
 )
 async def test_an_unknown_keyword_names_the_call(call: str) -> None:
     """A keyword that a call does not have is refused as Python does it: by the names of the call and the keyword."""
     more: dict[str, Any] = {
         "pins.hold": {"ttl_s": 60},
-        "eviction.hint": {"expected_s": 60},
         "hints.pin": {"ttl_s": 60},
     }.get(call, {})
     name = f"OffloadRuntime.{call}" if call == "lookup" else call
@@ -601,7 +588,6 @@ def changing(runtime: OffloadRuntime, request: Any) -> list[Callable[[], Any]]:
         lambda: runtime.request(A),
         lambda: runtime.lookup(A),
         lambda: runtime.pins.hold(A, 60),
-        lambda: runtime.eviction.hint(A, expected_s=60),
         lambda: runtime.hints.pin(A, 60),
         lambda: runtime.hints.apply(A, []),
         lambda: runtime.transfers.prefetch(A),

@@ -27,12 +27,12 @@ from aoffload import (
 from aoffload._extensions.pins import PinState
 from aoffload._runtime.handles import (
     RuntimeDisk,
-    RuntimeEviction,
     RuntimeFetches,
     RuntimeHints,
     RuntimePins,
     RuntimeReports,
     RuntimeTransfers,
+    RuntimeWeights,
 )
 from aoffload._runtime.runtime import AnyRuntime
 from aoffload._runtime.steps import StepScope
@@ -53,13 +53,12 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "fetch": (A,), "demote": (A,), "hold": (A, 60),
     "step": ([],), "run_step": ([], lambda: 0), "commit_step": ([],), "report_queue": (1,),
     "report_compute": (1, 1.0), "extend": (16,), "extend_nowait": (16,), "commit": (9,), "invalidate": (9,),
-    "offer": (9, [[1, 2]]),
+    "offer": (9, [[1, 2]]), "set": ("step-7",),
 }  # fmt: skip
 KEYWORDS: dict[str, dict[str, Any]] = {
-    "hint": {"expected_s": 60}, "match_again": {"num_device_tokens": 0}, "match_again_nowait": {"num_device_tokens": 0},
+    "match_again": {"num_device_tokens": 0}, "match_again_nowait": {"num_device_tokens": 0},
 }  # fmt: skip
 POSITIONAL = {
-    "RuntimeEviction.hint": (A,),
     "RuntimeHints.pin": (A, 60),
     "RuntimeHints.prefetch": (A,),
     "RuntimeHints.demote": (A,),
@@ -109,8 +108,8 @@ def _is_a(kind: type, found: object) -> bool:
 
 
 HANDLES: dict[str, Any] = {
-    "pins": RuntimePins, "transfers": RuntimeTransfers, "fetches": RuntimeFetches, "eviction": RuntimeEviction,
-    "disk": RuntimeDisk, "reports": RuntimeReports, "hints": RuntimeHints,
+    "pins": RuntimePins, "transfers": RuntimeTransfers, "fetches": RuntimeFetches,
+    "disk": RuntimeDisk, "reports": RuntimeReports, "hints": RuntimeHints, "weights": RuntimeWeights,
 }  # fmt: skip
 OFF = ("fetches", "disk")
 """Handles that the runtimes of these tests don't have."""

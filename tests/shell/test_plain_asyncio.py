@@ -230,7 +230,7 @@ async def test_verbs_in_a_callback_of_the_loop() -> None:
         def callback() -> None:
             try:
                 with engine.runtime.pins.hold(A, ttl_s=5.0) as pin:
-                    done.set_result((pin.match.num_tokens, engine.runtime.eviction.hint(A, expected_s=5.0)))
+                    done.set_result((pin.match.num_tokens, engine.runtime.hints.returns(A, in_s=5.0).num_tokens))
             finally:
                 done.cancel()  # does nothing if it has its result
 

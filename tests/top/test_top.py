@@ -76,14 +76,13 @@ def test_eviction_that_learns_and_what_is_left_alone_have_lines() -> None:
         + """
 aoffload_eviction_learned{tier="host"} 1
 aoffload_eviction_learned{tier="disk"} 0
-aoffload_hints 3
 aoffload_storage_left_alone{tier="remote",use="ask"} 2
 aoffload_storage_left_alone{tier="remote",use="load"} 1
 aoffload_storage_left_alone{tier="disk",use="load"} 0
 """
     )
     shown = list(lines(Look.of(text, 0.0), None))
-    assert "eviction   host by what was learned, disk by the last use; 3 hints" in shown
+    assert "eviction   host by what was learned, disk by the last use" in shown
     assert "WARNING    remote fails and is left alone for a while: questions, loads" in shown
     assert not any(line.startswith(("eviction", "WARNING    disk")) for line in lines(Look.of(BUSY, 0.0), None))
 

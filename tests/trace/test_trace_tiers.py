@@ -183,8 +183,7 @@ def test_what_is_left_alone_and_which_order_rules_is_told(tmp_path: Path, capsys
         job(1004, "launched", 1, 5, "remote>host"), job(1005, "failed", 1, 5, "remote>host", **refused),
         line(1006, "storage_back", **NODE, after_s=4.0, num_refused=1),
         line(1007, "eviction_switched", **SWITCH),
-        line(1008, "hint_given", hint_id=1, category="tool", num_tokens=16),
-        line(1009, "hint_ended", hint_id=1, category="tool", outcome="lapsed"),
+        line(1008, "hint_answered", verb="pin", outcome="clipped", reason="no_room", num_tokens=16),
         line(1010, "weights_changed", old="", new="step-7"),
         line(1011, "quota_reached", account="team-a", tier="host", limit="ceiling"),
         line(1012, "quota_left", account="team-a", tier="host"),
@@ -193,7 +192,7 @@ def test_what_is_left_alone_and_which_order_rules_is_told(tmp_path: Path, capsys
     for expected in (
         "1  storage_left_alone: loads of the remote store at a:1: no",
         "1  storage_back: loads of the remote store at a:1",
-        "1 fetch skipped: remote failed", "host evicts by the last use: began 1 time", "1 hint given: 1 lapsed",
+        "1 fetch skipped: remote failed", "host evicts by the last use: began 1 time", "1 hint of clients answered",
         "weights' epoch: changed 1 time",
         "account team-a, host: stores are cut by its ceiling: 1 time",
         "account team-a, host: stores are whole again: 1 time",
