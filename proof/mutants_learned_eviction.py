@@ -165,8 +165,8 @@ LEARNED_EVICTION_MUTANTS: tuple[Mutant, ...] = (
         "a_request_ends_a_hint",
         "hints that reach the history alone",
         ORDER,
-        "                    if part.rank != bucket:\n",
-        "                    if False:\n",
+        "            if current.parts[Tier.HOST].rank != bucket:  # in all tiers and components\n",
+        "            if False:\n",
         "a hint is about the cached blocks",
     ),
     _met_by(
@@ -181,8 +181,8 @@ LEARNED_EVICTION_MUTANTS: tuple[Mutant, ...] = (
         "a_request_ends_a_hint",
         "a hint that goes on after the return",
         ORDER,
-        "            counted.bucket = class_of(counted.num_uses)\n",
-        "            counted.bucket = counted.bucket or class_of(counted.num_uses)\n",
+        "            counted.bucket = num_uses - 1 if num_uses < NUM_CLASSES else NUM_CLASSES - 1\n",
+        "            counted.bucket = counted.bucket or min(num_uses, NUM_CLASSES) - 1\n",
         "a hint is about the next time",
     ),
     _met_by(

@@ -61,14 +61,12 @@ class Shadow:
 
     def put(self, path: Sequence[CountedRun]) -> None:
         """A request for `path` is over: hold its runs as the newest, and evict others."""
-        room = self.capacity
-        for counted in reversed(path):
-            room -= counted.stop - counted.start
-        if room < 0:
+        if path[-1].stop > self.capacity:
             self._put_front(path)
             return
+        hold = self._hold
         for counted in reversed(path):
-            self._hold(counted, counted.stop - counted.start)
+            hold(counted, counted.stop - counted.start)
         if self.num_held > self.capacity:
             self._evict(self.num_held - self.capacity)
 
@@ -311,8 +309,9 @@ class Learning:
             if counted.idle_since:
                 times.returned(counted.bucket, counted.idle_since, counted.stop - counted.start)
                 counted.idle_since = 0
-            counted.used(now)
-            counted.bucket = class_of(counted.num_uses)
+            counted.last_asked = now
+            counted.num_uses = num_uses = counted.num_uses + 1
+            counted.bucket = num_uses - 1 if num_uses < NUM_CLASSES else NUM_CLASSES - 1
         changes = [guard.began(path) for guard in self.guards.values()]
         times.counted()
         self.counts.trim()
@@ -327,17 +326,20 @@ class Learning:
             return
         times, counts = self.times, self.counts
         now, path = times.advance(), counts.path_from(path, request.sequence, stop)
+        bucket, is_alike = path[-1].bucket, True
         for counted in path:
             if not counted.num_uses:
                 counted.num_uses = 1
             if not counted.idle_since:
                 times.idle(counted.bucket, counted.stop - counted.start)
             counted.last_asked = counted.idle_since = now
+            is_alike = is_alike and counted.bucket == bucket
         for shadow in self._shadows:
             shadow.put(path)
         counts.trim()
         if run is not None:
-            self._label_path(cache, run, _labels(path), splits=bool(self.ruled))
+            labels = ((stop, bucket),) if is_alike else _labels(path)
+            self._label_path(cache, run, labels, splits=bool(self.ruled))
 
     def hinted(self, cache: PrefixCache, sequence: TokenSequence, in_s: float | None, category: str) -> int:
         """Put `sequence`, up to its last whole unit, into the bucket of a hint. Returns the number of cached units.
@@ -386,9 +388,9 @@ class Learning:
             if splits and at and current.start < labels[at - 1][0]:
                 cache.split(current, labels[at - 1][0])
             bucket = labels[at][1] if at < len(labels) else 0
-            for tier, order in self.orders.items():
-                for part in current.parts_in(tier):
-                    if part.rank != bucket:
+            if current.parts[Tier.HOST].rank != bucket:  # in all tiers and components
+                for tier, order in self.orders.items():
+                    for part in current.parts_in(tier):
                         order.labelled(part, bucket)
             current = current.before
 
