@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from synthetic_traces import BLOCK_TOKENS, MOST_OF_ONE, REQUESTS, Request, conversations, made, trace_of, write_trace
 
 from aoffload import ConfigError, KVCacheGroup, LazyStore, Ledger, OffloadConfig
+from aoffload._common.env import Env
 from aoffload.ledger import Prefix, Root, TransferPlan
 from aoffload.plan import Recorder
-from aoffload.plan.forecast import Forecast, Prices, Row, Sizes, Speeds, first_token
+from aoffload.plan.forecast import Forecast, Kind, Prices, Row, Sizes, Speeds, first_token
 from aoffload.plan.replay import land, replay
 from aoffload.plan.report import as_json, cautions, cells
 from aoffload.plan.trace import Trace, TracedRequest, read_trace
@@ -41,11 +42,12 @@ def forecast_of(trace: Trace, **options: Any) -> Forecast:
 def replayed(seed: int, num_requests: int, policy: Any, num_host: int, eviction: str = "lru") -> policies.Replay:
     """Through a ledger with blocks of 16 tokens, by the benchmark of store policies."""
     prompts = [policies._tokens(ids) for ids in conversations(seed, num_requests)]
-    return policies.replay("made", policy, prompts, NUM_DEVICE, num_host, eviction)
+    times = [number * 0.5 for number in range(num_requests)]  # as `write_trace` has them
+    return policies.replay("made", policy, prompts, NUM_DEVICE, num_host, eviction, times)
 
 
-def rows_of(forecast: Forecast, store: str, eviction: str = "lru") -> list[Row]:
-    return [row for row in forecast.rows if row.name == "host" and (row.store, row.eviction) == (store, eviction)]
+def rows_of(forecast: Forecast, *kind: Any) -> list[Row]:
+    return [row for row in forecast.rows if row.name == "host" and row.kind == Kind(*kind)]
 
 
 def test_six_sizes_hit_what_the_ledger_hits(tmp_path: Path) -> None:
@@ -91,22 +93,34 @@ def test_what_is_recorded_of_a_ledger_that_learns_is_replayed_alike(
     path, num_device, draw = tmp_path / "asked.jsonl", 30, random.Random(seed)
     befores = [int(number * (1 - draw.random() ** 3)) for number in range(600)]
     talks = [(before, draw.randint(1, 20), draw.randint(1, 25)) for before in befores]
-    with Recorder(path, block_tokens=BLOCK_TOKENS) as recorder:
-        found = spoken(talks, store, num_device, num_host, recorder)
+    clock = Clock()
+    with Recorder(path, block_tokens=BLOCK_TOKENS, env=clock) as recorder:
+        found = spoken(talks, store, num_device, num_host, recorder, clock)
     planned = replay(read_trace(path), num_device, num_host, store=store, eviction="learned")
     assert list(zip(planned.device.tolist(), planned.host.tolist(), strict=True)) == found
     assert sum(host for _, host in found) > 200
 
 
+class Clock(Env):
+    """Of the ledger and of the recorder; each request takes no time."""
+
+    at_s = 0.0
+
+    def now(self) -> float:
+        return self.at_s
+
+
 def spoken(
-    talks: list[tuple[int, int, int]], store: Any, num_device: int, num_host: int, recorder: Recorder
+    talks: list[tuple[int, int, int]], store: Any, num_device: int, num_host: int, recorder: Recorder, clock: Clock
 ) -> list[tuple[int, int]]:
     """Blocks that each request hits, on the device and in the host, of a ledger that serves one after the other.
     `talks`: which earlier one it continues, tokens that it asks, tokens that it is answered."""
     groups = [KVCacheGroup("full", block_size=BLOCK_TOKENS)]
     config = OffloadConfig(groups=groups, num_host_blocks=num_host, store_policy=store, eviction="learned")
-    ledger, heard, hits = Ledger(config, num_device + 1, observer=recorder), list[list[int]](), list[tuple[int, int]]()
+    ledger = Ledger(config, num_device + 1, observer=recorder, clock=clock.now)
+    heard, hits = list[list[int]](), list[tuple[int, int]]()
     for number, (before, num_asked, num_answered) in enumerate(talks):
+        clock.at_s += 1.0
         chunk = list(heard[before]) if before < number and len(heard[before]) < 80 else []
         chunk += [1000 * number + at for at in range(num_asked)]
         chunk += [999_999] * (not len(chunk) % BLOCK_TOKENS)  # else a block less could be hit than the prompt has
@@ -207,7 +221,9 @@ def test_rows_say_for_which_sizes_the_trace_is_too_short(tmp_path: Path) -> None
     trace = made(tmp_path, 8, 400)
     sizes = Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, (200 * BLOCK_BYTES, 2**30), (2**31,))
     forecast = Forecast(trace, sizes, evictions=("lru", "learned"))
-    short = [(row.eviction, row.host_bytes, row.disk_bytes) for row in forecast.rows if forecast.is_too_short_for(row)]
+    short = [
+        (row.kind.eviction, row.host_bytes, row.disk_bytes) for row in forecast.rows if forecast.is_too_short_for(row)
+    ]
     assert short == [("lru", 200 * BLOCK_BYTES, 2**31), ("lru", 2**30, 0), ("lru", 2**30, 2**31), ("learned", 2**30, 0)]
     marked = [cells(forecast, row)[4].startswith("≥ ") for row in forecast.rows]
     assert marked == [forecast.is_too_short_for(row) for row in forecast.rows]
