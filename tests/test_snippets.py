@@ -181,8 +181,10 @@ AROUND: dict[str, Callable[[], Any]] = {
 
 async def evicting(names: Names, _: Path) -> None:
     async with running(eviction="learned") as found:
-        names["before_a_tool_call"](found["runtime"], range(40), None)
-        assert found["runtime"].statistics().num_hints == 1
+        runtime: OffloadRuntime = found["runtime"]
+        for stop_reason, verb in (("tool_use", "returns"), ("end of session", "done")):
+            answer = names["after_an_answer"](runtime, range(40), stop_reason, None)
+            assert (answer.verb.value, answer.outcome.value) == (verb, "accepted")
 
 
 async def loading(names: Names, _: Path) -> None:
