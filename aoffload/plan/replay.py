@@ -45,7 +45,7 @@ class Predicted:
 def predictions(trace: Trace, source: str) -> list[Predicted | None]:
     """A hint for each request. Empty for "none". Requests without the field that `source` reads have no hint."""
     if source == "stop":
-        return [None if each.stop is None else Predicted(category=each.stop) for each in trace.requests]
+        return [Predicted(category=each.stop) if each.stop else None for each in trace.requests]
     if source == "returns":
         return [None if each.returns_s is None else Predicted(each.returns_s) for each in trace.requests]
     return []
