@@ -11,9 +11,7 @@ requested again last. The share of the gap is (hits - hits of LRU) / (hits of `B
 
 from __future__ import annotations
 
-import gzip
 import heapq
-import json
 import math
 import os
 import random
@@ -21,7 +19,7 @@ import statistics
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +32,7 @@ from aoffload._eviction.returns import ReturnTimes
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.records import LedgerRequest, Part
 from aoffload._kernel.tokens import TokenSequence
-from aoffload.plan.replay import BLOCK_SIZE, ROOT, Predicted, replay
+from aoffload.plan.replay import BLOCK_SIZE, ROOT, Predicted, predictions, replay
 from aoffload.plan.trace import Trace, read_trace
 
 from .harness import Row
@@ -241,15 +239,14 @@ HINT_SIZES = (2500, 5000, 10_000)
 def _on_hints() -> Iterator[Row]:
     if (named := os.environ.get("AGENTS")) is None:
         return
-    path, seeds = Path(named), range(int(os.environ.get("SEEDS", "10")))
-    trace, turns = read_trace(path), _turns(path)
+    trace, seeds = read_trace(Path(named)), range(int(os.environ.get("SEEDS", "10")))
     for place, size in enumerate(HINT_SIZES):
         least, most = _hits(trace, size, "lru"), _clairvoyant(trace, size)
         for kind, wanted in WANTED_SHARES.items():
             if kind in KINDS:
-                drawn = [_predicted(turns, seed, *KINDS[kind]) for seed in seeds]
+                drawn = [_predicted(trace, seed, *KINDS[kind]) for seed in seeds]
             else:
-                drawn = [[Predicted(category=stop) if stop else None for stop, _ in turns]]
+                drawn = [predictions(trace, "stop")]
             shares: list[float] = []
             for hints in drawn:
                 found = replay(trace, trace.most_blocks + 2, size, eviction="learned", hints=hints)
@@ -262,24 +259,13 @@ def _on_hints() -> Iterator[Row]:
             )  # fmt: skip
 
 
-def _turns(path: Path) -> list[tuple[str, float | None]]:
-    """The stop reason of each request, and the seconds until its session returns, by time."""
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as lines:
-        found = [json.loads(line) for line in lines]
-    found.sort(key=lambda fields: fields["timestamp"])
-    return [(fields.get("stop", ""), fields.get("returns_s")) for fields in found]
-
-
-def _predicted(
-    turns: Sequence[tuple[str, float | None]], seed: int, factor: float, lies: float
-) -> list[Predicted | None]:
+def _predicted(trace: Trace, seed: int, factor: float, lies: float) -> list[Predicted | None]:
     """A hint for each turn. Of those that do not return, a fifth get no hint."""
     rng, found = random.Random(seed), list[Predicted | None]()
-    for _, returns_s in turns:
+    for returns_s in (math.inf if each.returns_s is None else each.returns_s for each in trace.requests):
         if rng.random() < lies:
-            found.append(Predicted(SHORT_S if returns_s is None or returns_s > SOON_S else LONG_S))
-        elif returns_s is None:
+            found.append(Predicted(SHORT_S if returns_s > SOON_S else LONG_S))
+        elif returns_s == math.inf:
             found.append(Predicted(math.inf) if rng.random() < 0.8 else None)
         else:
             found.append(Predicted(max(returns_s, 0.5) * factor ** rng.uniform(-1, 1)))

@@ -124,7 +124,10 @@ def _against_replays() -> Iterator[Row]:
         for store, eviction, policy, wanted in POLICIES:
             forecast = Forecast(trace, SIZES, stores=(store,), evictions=(eviction,))
             planned = [row.num_hit_blocks for row in forecast.rows if row.name == "host"]
-            replayed = [replay(store, policy, prompts, NUM_DEVICE, size, eviction).num_hits for size in HOST_SIZES]
+            times = [request.at_s for request in trace.requests]
+            replayed = [
+                replay(store, policy, prompts, NUM_DEVICE, size, eviction, times).num_hits for size in HOST_SIZES
+            ]
             name = f"{variable.lower()}, {store}, {eviction}"
             print(f"plan: {name}, planned {planned}, replayed {replayed}", file=sys.stderr)
             worst = max(abs(one / other - 1) for one, other in zip(planned, replayed, strict=True))

@@ -11,7 +11,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterable, Sequence
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +76,26 @@ def _tokens(hash_ids: Sequence[int]) -> Tokens:
 
 
 def replay(
-    name: str, policy: Any, prompts: Iterable[Tokens], num_device: int, num_host: int, eviction: Any = "lru"
+    name: str,
+    policy: Any,
+    prompts: Iterable[Tokens],
+    num_device: int,
+    num_host: int,
+    eviction: Any = "lru",
+    times: Iterable[float] | None = None,
 ) -> Replay:
-    """Serve `prompts` one after the other."""
+    """Serve `prompts` one after the other, at `times` in seconds; by default, one each second."""
     groups = [KVCacheGroup("full", block_size=BLOCK_TOKENS)]
     config = OffloadConfig(groups=groups, num_host_blocks=num_host, store_policy=policy, eviction=eviction)
     now = 0.0
     ledger, found = Ledger(config, num_device + 1, clock=lambda: now), Replay(name)
     begun = time.perf_counter()
+<<<<<<< HEAD
     for prompt in prompts:
         now += 0.5
+=======
+    for prompt, now in zip(prompts, count() if times is None else times, strict=False):  # noqa: B007 - the clock's
+>>>>>>> h_p
         request = ledger.admit(Prefix.of(ROOT, prompt))
         found.num_device_hits += request.match.num_device_tokens // BLOCK_TOKENS
         found.num_host_hits += request.match.num_host_tokens // BLOCK_TOKENS

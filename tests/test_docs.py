@@ -39,7 +39,7 @@ from aoffload._observe import log as ledger_log
 from aoffload._observe import log as telemetry
 from aoffload._runtime.handles import Handle
 from aoffload.host_cache import EngineRequest
-from aoffload.ledger import Build, LedgerExtension
+from aoffload.ledger import Build, LedgerExtension, read_hints
 from proof import architecture
 
 ROOT = Path(__file__).parent.parent
@@ -273,6 +273,20 @@ def test_the_program_about_keeping_runs_and_prints_what_it_says() -> None:
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "pins.md", "exec"), {"__name__": "keeping_page"})
     assert printed.getvalue() == shown
+
+
+def test_the_program_about_agents_runs_and_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """The settings of docs/howto/agents.md are valid, its program is whole, and the block after it is its output. What
+    its bodies of HTTP requests carry are hints."""
+    page = ROOT / "docs/howto/agents.md"
+    names: dict[str, Any] = {"__name__": "agents_page"}
+    for code in code_blocks(page, "python"):
+        exec(compile(code, "agents.md", "exec"), names)
+    assert names["config"].eviction == "learned"
+    assert [capsys.readouterr().out] == code_blocks(page, "text")
+    vllm, server = (json.loads(body) for body in code_blocks(page, "json"))
+    for payload in (vllm["kv_transfer_params"]["kv_hints"], server["kv_hints"]):
+        assert [given.hint for given in read_hints(payload)].count(None) == 0
 
 
 def test_the_house_is_drawn_as_it_is() -> None:

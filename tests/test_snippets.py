@@ -32,6 +32,7 @@ ELSEWHERE = {
     "docs/testing.md": ("tests/test_docs.py", "test_what_the_page_of_testing_shows_runs_and_prints_what_it_says"),
     "docs/extending.md": ("tests/test_examples.py", "test_the_page_about_extending_shows_the_examples"),
     "docs/pins.md": ("tests/test_docs.py", "test_the_program_about_keeping_runs_and_prints_what_it_says"),
+    "docs/howto/agents.md": ("tests/test_docs.py", "test_the_program_about_agents_runs_and_prints_what_it_says"),
     "docs/howto/it-hangs.md": (
         "tests/trace/test_hanging_programs.py",
         "test_the_page_shows_what_its_programs_print",
@@ -161,6 +162,16 @@ async def given(**names: Any) -> AsyncIterator[Names]:
     yield names
 
 
+class Engine:
+    """In the place of vLLM's: there is no vLLM here."""
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[None]]:
+        async def call(*_: object, **__: object) -> None:
+            pass
+
+        return call
+
+
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "dtype": "float16"}
 GROUPS = [KVCacheGroup("full", block_size=16)]
 AROUND: dict[str, Callable[[], Any]] = {
@@ -170,8 +181,17 @@ AROUND: dict[str, Callable[[], Any]] = {
     "docs/ranks.md": partial(given, build=build, config=config(), model_path="model"),
     "docs/cuda.md": partial(given, kv_caches=torch.zeros(NUM_ROWS, 8)),
     "docs/loads.md": starting_early,
+    "docs/vllm.md": partial(given, engine=Engine()),
     "docs/howto/preempting.md": preempting,
     "docs/howto/the-promise.md": promising,
+    "docs/howto/weights.md": partial(
+        given,
+        OffloadRuntime=OffloadRuntime,
+        config=config(),
+        kv_caches=torch.zeros(NUM_ROWS, 8),
+        model="model",
+        load_weights=lambda model, epoch: None,
+    ),
 }
 """What stands around the blocks of a page; nothing, if it is not here."""
 
@@ -181,8 +201,10 @@ AROUND: dict[str, Callable[[], Any]] = {
 
 async def evicting(names: Names, _: Path) -> None:
     async with running(eviction="learned") as found:
-        names["before_a_tool_call"](found["runtime"], range(40), None)
-        assert found["runtime"].statistics().num_hints == 1
+        runtime: OffloadRuntime = found["runtime"]
+        for stop_reason, verb in (("tool_use", "returns"), ("end of session", "done")):
+            answer = names["after_an_answer"](runtime, range(40), stop_reason, None)
+            assert (answer.verb.value, answer.outcome.value) == (verb, "accepted")
 
 
 async def loading(names: Names, _: Path) -> None:

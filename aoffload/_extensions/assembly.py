@@ -280,7 +280,8 @@ class Ledger(AnyLedger, CoreLedger):
     one block over all regions; it only bounds bytes in flight and per job, and converts `host_bytes` to blocks.
 
     The ledger allocates the device blocks. For an engine that has its own block pool and prefix cache, use a
-    `HostCache` instead. `clock` counts seconds, such as `time.monotonic`; it only gives the ages in the reports.
+    `HostCache` instead. `clock` counts seconds, such as `time.monotonic`. Learned eviction, the daily writes
+    of quotas and the ages in the reports go by it.
     `extensions`: the program's own features (docs/extending.md).
     """
 

@@ -87,7 +87,7 @@ class HintAnswer:
     """NONE if the outcome is ACCEPTED."""
     num_tokens: int = 0
     """The leading tokens of the prompt that are pinned, or will be when stores under way have landed; that are copied;
-    that are spared; or that were pinned until now."""
+    that the prediction is about; or that were pinned until now."""
     action_id: str = ""
     """The id of the action that carried the hint; empty if it had none."""
     plans: tuple[TransferPlan, ...] = attrs.field(default=(), eq=False, repr=False)

@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .._common.commands import INTERRUPTED, check_goes_with, complain, count, ended_by, number, print_any_name
+from .._config.quotas import Quota
 from .._config.tiers import parse_bytes
 from ..errors import ConfigError, InvalidArgument
 from .forecast import EVICTIONS, STORES, Forecast, Prices, Sizes, Speeds
 from .page import write_page
+from .replay import HINTS
 from .report import as_json, as_text
 from .trace import TraceError, read_trace
 
@@ -79,6 +81,17 @@ def make_parser() -> argparse.ArgumentParser:
     add("--disk-price-per-gib-month", type=POSITIVE, metavar="P", help="of the disk")
     add("--store", type=_names(STORES), default=("eager",), metavar="S,S", help=f"{', '.join(STORES)} (eager)")
     add("--eviction", type=_names(EVICTIONS), default=("lru",), metavar="E,E", help=f"{', '.join(EVICTIONS)} (lru)")
+    add("--hints", type=_names(HINTS), default=("none",), metavar="H,H",
+        help="what --eviction learned is told at the end of each request: none; stop: why it ended, as the category; "
+        "returns: the true time of the return, an upper bound on the gain of hints (none)")  # fmt: skip
+    add(
+        "--quota",
+        type=_quota,
+        action="append",
+        default=[],
+        metavar="NAME=FLOOR:CEILING",
+        help="host memory of a tenant of the trace: adds rows with all quotas; either size may be empty; repeatable",
+    )
     add("--html", type=Path, metavar="FILE", help="a picture, and the table, as one page")
     add("--json", action="store_true", help="print JSON in place of the table")
     return parser
@@ -87,7 +100,10 @@ def make_parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> None:
     trace = read_trace(options.trace, options.block_tokens, options.limit)
     sizes = Sizes(options.kv_bytes_per_token, options.device, options.host, options.disk)
-    forecast = Forecast(trace, sizes, _speeds(options), _prices(options), options.store, options.eviction)
+    forecast = Forecast(
+        trace, sizes, _speeds(options), _prices(options), options.store, options.eviction, options.hints,
+        _quotas(options),
+    )  # fmt: skip
     if options.html is not None:  # before the table, because the output may be cut off after the table's beginning
         print(write_page(forecast, options.trace, options.html), file=sys.stderr)
     if options.json:
@@ -115,6 +131,26 @@ def _prices(options: argparse.Namespace) -> Prices | None:
     if options.disk and disk is None:
         raise ConfigError("disk_price_per_gib_month", "is needed, too")
     return Prices(host, disk or 0.0)
+
+
+def _quotas(options: argparse.Namespace) -> dict[str, Quota]:
+    found = dict[str, Quota]()
+    for name, quota in options.quota:
+        if name in found:
+            raise ConfigError("quota", f"was given twice for {name!r:.80}")
+        found[name] = quota
+    return found
+
+
+def _quota(text: str) -> tuple[str, Quota]:
+    name, _, bounds = text.rpartition("=")
+    floor, colon, ceiling = bounds.partition(":")
+    if not name or not colon or bounds == ":":
+        raise argparse.ArgumentTypeError(f"must be NAME=FLOOR:CEILING, such as team-a=8GiB:, got {text!r:.80}")
+    try:
+        return name, Quota(host_floor=_size(floor) if floor else None, host_ceiling=_size(ceiling) if ceiling else None)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"the floor {error.problem}") from None
 
 
 def _size(text: str) -> int:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
+from types import MappingProxyType
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from .._config.quotas import Quota, Quotas
 from .._runtime.costs import WORTH
 from ..errors import ConfigError
 from .distances import Counts, StackDistances, knee
-from .replay import replay
+from .replay import predictions, replay
 from .trace import Trace
 
 # -- timing ----------------------------------------------------------------------------------------------------------
@@ -111,6 +113,26 @@ class Prices:
     disk: float
 
 
+@attrs.frozen
+class Kind:
+    """What a row assumes besides sizes."""
+
+    store: str = "eager"
+    eviction: str = "lru"
+    hints: str = "none"
+    """Where hints come from: one of `HINTS`."""
+    has_quotas: bool = False
+
+    def __str__(self) -> str:
+        hints = "" if self.hints == "none" else f", hints: {self.hints}"
+        return f"{self.store}, {self.eviction}{hints}{', quotas' if self.has_quotas else ''}"
+
+
+BY_DISTANCE = Kind()
+"""The kind that needs no replay."""
+NO_STORE = Kind("off")
+
+
 @attrs.frozen(kw_only=True)
 class Row:
     """One configuration. Hits are blocks, then the tokens of these that need not be computed."""
@@ -118,8 +140,7 @@ class Row:
     name: str
     host_bytes: int
     disk_bytes: int = 0
-    store: str = "eager"
-    eviction: str = "lru"
+    kind: Kind = BY_DISTANCE
     blocks: tuple[int, int, int] = (0, 0, 0)
     """Hits on the device, in host memory, on disk."""
     tokens: tuple[int, int, int] = (0, 0, 0)
@@ -135,6 +156,8 @@ class Row:
     first_token: FirstToken | None = None
     price: float | None = None
     """Price per month."""
+    tenants: Mapping[str, int] = MappingProxyType({})
+    """Blocks hit by the requests of each tenant of the trace."""
 
     @property
     def num_hit_blocks(self) -> int:
@@ -154,7 +177,8 @@ class _Hits:
 
 @attrs.define(eq=False, slots=False)
 class Forecast:
-    """Raises `ConfigError` for a device of less than two blocks, or a host of less than one."""
+    """Raises `ConfigError` for a device of less than two blocks, a host of less than one, and for hints and quotas that
+    the trace has no fields for. `quotas`: by tenant, in bytes."""
 
     trace: Trace
     sizes: Sizes
@@ -162,6 +186,8 @@ class Forecast:
     prices: Prices | None = None
     stores: tuple[str, ...] = ("eager",)
     evictions: tuple[str, ...] = ("lru",)
+    hints: tuple[str, ...] = ("none",)
+    quotas: Mapping[str, Quota] = MappingProxyType({})
 
     def __attrs_post_init__(self) -> None:
         self.block_bytes = self.sizes.kv_bytes_per_token * self.trace.block_tokens
@@ -169,6 +195,43 @@ class Forecast:
         for name in ("host", "disk"):
             for size in getattr(self.sizes, name):
                 self._blocks(name, size, 1)
+        self._check_hints()
+        self._quotas = self._quotas_in_blocks()
+
+    def _check_hints(self) -> None:
+        if self.hints != ("none",) and "learned" not in self.evictions:
+            raise ConfigError("hints", "has an effect only with --eviction learned")
+        for source, field in (("stop", "stop"), ("returns", "returns_s")):
+            if source in self.hints and all(getattr(each, field) is None for each in self.trace.requests):
+                raise ConfigError(
+                    "hints", f"{source} needs the field `{field}`, which no line of {self.trace.name} has"
+                )
+
+    def _quotas_in_blocks(self) -> Quotas | None:
+        if not self.quotas:
+            return None
+        for tenant in self.quotas:
+            if tenant not in self.num_asked_by_tenant:
+                raise ConfigError("quota", f"{tenant!r:.80} is no `tenant` of any line of {self.trace.name}")
+        bounds = {
+            tenant: (each.num_bytes("host_floor"), each.num_bytes("host_ceiling"))
+            for tenant, each in self.quotas.items()
+        }
+        least, total = min(self.host_sizes()), sum(floor or 0 for floor, _ in bounds.values())
+        if total > least:
+            raise ConfigError("quota", f"has floors of {total:,} bytes, more than a host of {least:,}")
+        try:
+            return Quotas(
+                {
+                    tenant: Quota(host_floor=self._in_blocks(floor), host_ceiling=self._in_blocks(ceiling))
+                    for tenant, (floor, ceiling) in bounds.items()
+                }
+            )
+        except ConfigError as error:  # too many
+            raise ConfigError("quota", error.problem) from error
+
+    def _in_blocks(self, num_bytes: int | None) -> int | None:
+        return None if num_bytes is None else num_bytes // self.block_bytes
 
     def _blocks(self, name: str, size: int, least: int) -> int:
         found = size // self.block_bytes
@@ -240,6 +303,27 @@ class Forecast:
             return False
         return not row.has_evicted or (row.age_s is not None and row.age_s > self.trace.duration_s / 2)
 
+    # -- tenants --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def num_asked_by_tenant(self) -> dict[str, int]:
+        """Blocks of the prompts of each tenant of the trace."""
+        return self._by_tenant(np.array([request.num_prompt_blocks for request in self.trace.requests], np.int64))
+
+    @cached_property
+    def _tenants(self) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+        """The tenants, and of each request the number of its tenant from 1 on; 0: it has none."""
+        names = self.trace.tenants
+        numbers = {name: number for number, name in enumerate(names, 1)}
+        of_requests = [0 if each.tenant is None else numbers[each.tenant] for each in self.trace.requests]
+        return names, np.array(of_requests, np.int64)
+
+    def _by_tenant(self, blocks: Counts) -> dict[str, int]:
+        """The sum over the requests of each tenant."""
+        names, numbers = self._tenants
+        _, *sums = np.bincount(numbers, blocks, len(names) + 1).tolist()
+        return {name: int(each) for name, each in zip(names, sums, strict=True)}
+
     # -- rows -----------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -248,16 +332,27 @@ class Forecast:
 
     def _rows(self) -> Iterator[Row]:
         nothing = np.zeros(len(self.trace.requests), np.int64)
-        yield self._row("no cache", 0, 0, _Hits(nothing, nothing, nothing), store="off")
-        yield self._row("device alone", 0, 0, _Hits(self.on_device, nothing, nothing, 0, self._device[1]), store="off")
-        for eviction in self.evictions:
-            for store in self.stores:
-                for size in self.host_sizes():
-                    yield self._of_size(size, 0, store, eviction)
-                    for disk in self.sizes.disk if (store, eviction) == ("eager", "lru") else ():
-                        yield self._of_size(size, disk, store, eviction)
+        yield self._row("no cache", 0, 0, _Hits(nothing, nothing, nothing), NO_STORE)
+        alone = _Hits(self.on_device, nothing, nothing, 0, self._device[1])
+        yield self._row("device alone", 0, 0, alone, NO_STORE)
+        for kind in self.kinds:
+            for size in self.host_sizes():
+                yield self._of_size(size, 0, kind)
+                for disk in self.sizes.disk if kind == BY_DISTANCE else ():
+                    yield self._of_size(size, disk, kind)
         endless = self.trace.num_blocks * self.block_bytes
-        yield attrs.evolve(self._of_size(endless, 0, "eager", "lru"), name="endless")
+        yield attrs.evolve(self._of_size(endless, 0, BY_DISTANCE), name="endless")
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of the rows with host memory, in their order. Only learned eviction is replayed with hints."""
+        return tuple(
+            Kind(store, eviction, hints, has_quotas)
+            for eviction in self.evictions
+            for hints in (self.hints if eviction == "learned" else ("none",))
+            for has_quotas in ((False, True) if self.quotas else (False,))
+            for store in self.stores
+        )
 
     def host_sizes(self) -> tuple[int, ...]:
         """The requested sizes, or the device's, doubled."""
@@ -267,13 +362,17 @@ class Forecast:
         doubled = [self.sizes.device * 2**power for power in range(MAX_OWN_SIZES)]
         return tuple(size for size in doubled if size < endless) or (self.sizes.device,)
 
-    def _of_size(self, host: int, disk: int, store: str, eviction: str) -> Row:
-        if (store, eviction) == ("eager", "lru"):
-            hits = self._by_distance(host // self.block_bytes, 0 if self.is_disk_idle else disk // self.block_bytes)
+    def _of_size(self, host: int, disk: int, kind: Kind) -> Row:
+        num_host = host // self.block_bytes
+        if kind == BY_DISTANCE:
+            hits = self._by_distance(num_host, 0 if self.is_disk_idle else disk // self.block_bytes)
         else:
-            found = replay(self.trace, self.num_device, host // self.block_bytes, store=store, eviction=eviction)
+            found = replay(
+                self.trace, self.num_device, num_host, store=kind.store, eviction=kind.eviction,
+                hints=predictions(self.trace, kind.hints), quotas=self._quotas if kind.has_quotas else None,
+            )  # fmt: skip
             hits = _Hits(found.device, found.host, np.zeros_like(found.host), found.num_stored)
-        return self._row("host and disk" if disk else "host", host, disk, hits, store=store, eviction=eviction)
+        return self._row("host and disk" if disk else "host", host, disk, hits, kind)
 
     def _by_distance(self, num_host: int, num_disk: int) -> _Hits:
         host = self.below(num_host)
@@ -283,7 +382,7 @@ class Forecast:
         ages = lowest.ages(max(num_host, num_disk))
         return _Hits(self.on_device, upper - self.on_device, disk, host.num_missing(num_host), ages)
 
-    def _row(self, name: str, host: int, disk: int, hits: _Hits, *, store: str, eviction: str = "lru") -> Row:
+    def _row(self, name: str, host: int, disk: int, hits: _Hits, kind: Kind) -> Row:
         lengths = np.array([request.num_tokens for request in self.trace.requests], np.int64)
         device, upper, all_ = (
             np.minimum(blocks * self.trace.block_tokens, lengths - 1)
@@ -291,7 +390,7 @@ class Forecast:
         )
         tokens = (device, upper - device, all_ - upper)
         return Row(
-            name=name, host_bytes=host, disk_bytes=disk, store=store, eviction=eviction,
+            name=name, host_bytes=host, disk_bytes=disk, kind=kind,
             blocks=(int(hits.device.sum()), int(hits.host.sum()), int(hits.disk.sum())),
             tokens=(int(tokens[0].sum()), int(tokens[1].sum()), int(tokens[2].sum())),
             num_computed_tokens=int((lengths - all_).sum()),
@@ -302,6 +401,7 @@ class Forecast:
             is_disk_idle=bool(disk) and self.is_disk_idle,
             first_token=self._times(tokens[1], tokens[2], lengths - all_),
             price=self._price(host, disk),
+            tenants=self._by_tenant(hits.device + hits.host + hits.disk),
         )  # fmt: skip
 
     def _times(self, host: Counts, disk: Counts, computed: Counts) -> FirstToken | None:

@@ -12,8 +12,8 @@ import numpy as np
 
 from ..trace.output import asset, content_hash, filled_in, whole_file
 from ..trace.wording import duration, share, size
-from .forecast import Forecast, Row, binary_size
-from .report import cautions, cells, heading, summary
+from .forecast import BY_DISTANCE, Forecast, Kind, Row, binary_size
+from .report import by_tenant, cautions, cells, heading, summary
 
 # -- chart -----------------------------------------------------------------------------------------------------------
 #
@@ -94,7 +94,7 @@ def _powers(least: float, most: float) -> Sequence[int]:
 # -- page ------------------------------------------------------------------------------------------------------------
 
 NUM_POINTS = 240
-NUM_COLOURS = 3
+NUM_COLOURS = 6
 
 
 def write_page(forecast: Forecast, trace: Path, file: Path) -> str:
@@ -123,22 +123,15 @@ def make_page(forecast: Forecast) -> str:
     return page.encode("ascii", "xmlcharrefreplace").decode()
 
 
-def _kinds(forecast: Forecast) -> list[tuple[str, str]]:
-    """Store policies and eviction orders, each with a colour."""
-    return [(store, eviction) for eviction in forecast.evictions for store in forecast.stores]
-
-
-def _sized(forecast: Forecast, kind: tuple[str, str]) -> list[Row]:
+def _sized(forecast: Forecast, kind: Kind) -> list[Row]:
     """Rows without a disk, by size."""
-    rows = [row for row in forecast.rows if row.name == "host" and (row.store, row.eviction) == kind]
+    rows = [row for row in forecast.rows if row.name == "host" and row.kind == kind]
     return sorted(rows, key=lambda row: row.host_bytes)
 
 
 def _legend(forecast: Forecast) -> str:
-    entries = [("curve", "eager, lru: every size")]
-    entries += [
-        (f"line{at % NUM_COLOURS}", f"{s}, {e}: sizes of the table") for at, (s, e) in enumerate(_kinds(forecast))
-    ]
+    entries = [("curve", f"{BY_DISTANCE}: every size")]
+    entries += [(f"line{at % NUM_COLOURS}", f"{kind}: sizes of the table") for at, kind in enumerate(forecast.kinds)]
     drawn = (
         f'<li><svg viewBox="0 0 16 10"><polyline class="{kind}" points="0,5 16,5"/></svg>{html.escape(about)}</li>'
         for kind, about in entries
@@ -161,9 +154,9 @@ def _hits(forecast: Forecast) -> str:
     chart.level(forecast.num_endless / asked, "a cache without end")
     chart.upright("knee", forecast.knee_bytes, f"knee, {binary_size(forecast.knee_bytes)}")
     chart.line("curve", zip(sizes, found, strict=True))
-    for number, kind in enumerate(_kinds(forecast)):
+    for number, kind in enumerate(forecast.kinds):
         for row in _sized(forecast, kind):
-            about = f"{', '.join(kind)}, {binary_size(row.host_bytes)}: {share(row.num_hit_blocks, asked)}"
+            about = f"{kind}, {binary_size(row.host_bytes)}: {share(row.num_hit_blocks, asked)}"
             chart.mark(f"mark{number % NUM_COLOURS}", row.host_bytes, row.num_hit_blocks / asked, about)
     return chart.svg("Share of blocks hit, by the size of host memory")
 
@@ -178,7 +171,7 @@ def _times(forecast: Forecast) -> str:
     assert alone is not None
     chart.level(alone.p50_s, "device alone, p50")
     chart.level(alone.p90_s, "device alone, p90")
-    for number, kind in enumerate(_kinds(forecast)):
+    for number, kind in enumerate(forecast.kinds):
         for name, style in (("p50_s", ""), ("p90_s", " p90")):
             points = [(float(row.host_bytes), float(getattr(row.first_token, name))) for row in _sized(forecast, kind)]
             chart.line(f"line{number % NUM_COLOURS}{style}", points)
@@ -191,13 +184,17 @@ def _time(seconds: float) -> str:
 
 
 def _table(forecast: Forecast) -> str:
-    return "<table>" + "".join(_lines(forecast)) + "</table>"
+    tables = [[heading(forecast), *(cells(forecast, row) for row in forecast.rows)]]
+    if forecast.quotas:
+        tables.append(list(by_tenant(forecast)))
+    return "".join(f"<table>{''.join(_lines(table))}</table>" for table in tables)
 
 
-def _lines(forecast: Forecast) -> Iterator[str]:
-    yield _line("th", heading(forecast))
-    for row in forecast.rows:
-        yield _line("td", cells(forecast, row))
+def _lines(table: list[list[str]]) -> Iterator[str]:
+    first, *others = table
+    yield _line("th", first)
+    for row in others:
+        yield _line("td", row)
 
 
 def _line(tag: str, texts: list[str]) -> str:

@@ -4,7 +4,7 @@ One JSON object per line, as in public traces. `timestamp` is in ms since the re
 `input_length`, `output_length`, `hash_ids` (the names of the prompt's whole blocks that were committed) and
 `output_hash_ids` (the names of blocks that the answer completed). The first line has the block length. A name is a
 keyed digest of the prefix up to the block's end (see `BlockDigests`), so it identifies equal prefixes and reveals
-nothing else.
+nothing else. With `tenants`, a line also has `tenant`: a name that the program gave, or a keyed digest of the salt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,7 +22,7 @@ from typing import Any, Self, TextIO
 
 import attrs
 
-from .._common.arguments import check_int, check_type
+from .._common.arguments import check_int, check_type, shown
 from .._common.env import Env
 from .._common.prefix import TOKEN_BYTES, KeySpan, Root
 from .._kernel.events import Event, RequestMoved
@@ -42,6 +42,7 @@ from ..errors import InvalidArgument, TransferRefused
 
 DIGEST_BYTES = 8
 SHA256_BLOCK = 64
+SALT = b"aoffload tenant 1"
 
 
 class BlockDigests:
@@ -69,6 +70,13 @@ class BlockDigests:
             names.append(outer.digest()[:DIGEST_BYTES].hex())
         return names
 
+    def of_salt(self, salt: str | bytes) -> str:
+        """The name of a salt. No name of a block is made of these bytes."""
+        inner, outer = self._inner.copy(), self._outer.copy()
+        inner.update(SALT + (b"s" + salt.encode() if isinstance(salt, str) else b"b" + salt))
+        outer.update(inner.digest())
+        return outer.digest()[:DIGEST_BYTES].hex()
+
 
 def _records(spans: Sequence[KeySpan], start: int, stop: int) -> bytes:
     """Records of the spans that touch tokens `[start, stop)`. No record is encoded like tokens."""
@@ -79,6 +87,8 @@ def _records(spans: Sequence[KeySpan], start: int, stop: int) -> bytes:
 
 FORMAT = 1
 MAX_BLOCK_TOKENS = 2**20
+MAX_TEXT = 256
+"""Maximum characters of a text of a line, such as the name of a tenant."""
 LEAST_SECRET, MOST_SECRET = 16, 64
 REQUESTS_PER_BATCH = 64
 """Requests per wake-up of the thread. Waking it for each request would cost the event loop more than the rest."""
@@ -107,6 +117,9 @@ class Recorder:
     secret to several processes only if their files are to be planned as one. A request is recorded when it ends, if it
     has computed anything. Forks are not recorded.
 
+    `tenants` adds the field `tenant` for requests with a `cache_salt`: True writes a keyed digest of the salt, because
+    salts are secrets. A mapping gives the name of each salt; requests with other salts have no tenant then.
+
     Use it as a `with` block around the runtime, or call `close()`. A thread writes. After an error in it, `failure` has
     that error and nothing more is written. `env` has the clock: pass the runtime's `env` if the runtime has its own.
     """
@@ -117,10 +130,12 @@ class Recorder:
         *,
         block_tokens: int = 512,
         secret: bytes | None = None,
+        tenants: bool | Mapping[str | bytes, str] = False,
         env: Env | None = None,
     ) -> None:
         check_int("block_tokens", block_tokens, 1, MAX_BLOCK_TOKENS)
         key = secrets.token_bytes(32) if secret is None else _checked_secret(secret)
+        self._tenants = _checked_tenants(tenants)
         self._env = Env() if env is None else check_type("env", env, Env)
         self._digests = BlockDigests(key, block_tokens)
         self._file = _new_file(path, {"aoffload_plan": FORMAT, "block_tokens": block_tokens})
@@ -218,13 +233,20 @@ class Recorder:
         num_kept = min(asked.num_computed_tokens, sequence.num_tokens)
         names = self._digests.of(sequence.root, sequence.first_bytes(0, num_kept), sequence.spans)
         num_prompt_blocks = sequence.num_prompt_tokens // self._digests.block_tokens
+        tenant = self._tenant(sequence.root.cache_salt)
         return {
             "timestamp": round((asked.at_s - self._began_s) * 1e3, 3),
             "input_length": sequence.num_prompt_tokens,
             "output_length": sequence.num_tokens - sequence.num_prompt_tokens,
             "hash_ids": names[:num_prompt_blocks],
             "output_hash_ids": names[num_prompt_blocks:],
+            **({} if tenant is None else {"tenant": tenant}),
         }
+
+    def _tenant(self, salt: str | bytes | None) -> str | None:
+        if salt is None or self._tenants is False:
+            return None
+        return self._digests.of_salt(salt) if self._tenants is True else self._tenants.get(salt)
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(_encoded(line))
@@ -238,6 +260,24 @@ def _checked_secret(secret: object) -> bytes:
     if not isinstance(secret, bytes) or not LEAST_SECRET <= len(secret) <= MOST_SECRET:
         raise InvalidArgument("secret", f"must be {LEAST_SECRET} to {MOST_SECRET} bytes")
     return secret
+
+
+def _checked_tenants(tenants: object) -> bool | dict[str | bytes, str]:
+    """A copy of `tenants`. No error shows a salt."""
+    if isinstance(tenants, bool):
+        return tenants
+    if not isinstance(tenants, Mapping):
+        raise InvalidArgument("tenants", f"must be a bool or a mapping from salts to names, got {shown(tenants)}")
+    found = dict(tenants)
+    for salt, name in found.items():
+        if type(salt) not in (str, bytes) or not isinstance(name, str) or not _is_name(name):
+            problem = f"must map salts, str or bytes, to printable names of at most {MAX_TEXT} characters"
+            raise InvalidArgument("tenants", problem)
+    return found
+
+
+def _is_name(text: str) -> bool:
+    return len(text) <= MAX_TEXT and text.isprintable()
 
 
 def _new_file(path: object, heading: dict[str, Any]) -> TextIO:

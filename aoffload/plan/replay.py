@@ -18,6 +18,7 @@ import numpy as np
 from .._common.prefix import Prefix, Root
 from .._config.config import OffloadConfig
 from .._config.groups import KVCacheGroup
+from .._config.quotas import Quotas
 from .._extensions.assembly import Ledger
 from .._host_cache.host_cache import HostCache
 from .._kernel.plans import Completion, TransferPlan
@@ -27,6 +28,8 @@ from .distances import Counts
 from .trace import Blocks, Trace, TracedRequest
 
 ROOT, BLOCK_SIZE = Root("plan"), 2
+HINTS = ("none", "stop", "returns")
+"""Where hints come from: there are none, the reason why the answer ended, or the time of the return."""
 
 
 @attrs.frozen
@@ -37,6 +40,15 @@ class Predicted:
     """Seconds until the prompt returns, from the beginning of the request on; infinite if it does not return. None: the
     hint predicts no time."""
     category: str = ""
+
+
+def predictions(trace: Trace, source: str) -> list[Predicted | None]:
+    """A hint for each request. Empty for "none". Requests without the field that `source` reads have no hint."""
+    if source == "stop":
+        return [Predicted(category=each.stop) if each.stop else None for each in trace.requests]
+    if source == "returns":
+        return [None if each.returns_s is None else Predicted(each.returns_s) for each in trace.requests]
+    return []
 
 
 @attrs.define(eq=False)
@@ -56,15 +68,21 @@ def replay(
     store: Any = "eager",
     eviction: Any = "lru",
     hints: Sequence[Predicted | None] = (),
+    quotas: Quotas | None = None,
     begins: Callable[[int], object] | None = None,
 ) -> Replay:
     """Serve the whole trace. A request that does not fit the device is left out, and hits nothing. `hints`: for each
-    request, what it predicts at its end; only with learned eviction. `begins` is called with the number of each request
-    that begins."""
+    request, what it predicts at its end; only with learned eviction. `quotas`: by tenant of the trace, with blocks for
+    bytes. `begins` is called with the number of each request that begins."""
     most = 2 * (trace.num_blocks + trace.most_blocks + 1)  # with more, nothing is evicted, nor about to be
+    if quotas is not None and num_host > most:  # so floors have no effect, but may be above `most`
+        quotas = Quotas({salt: attrs.evolve(quota, host_floor=None) for salt, quota in quotas.salts.items()})
     num_device, num_host = min(num_device, most), min(num_host, most)
     groups = [KVCacheGroup("trace", block_size=BLOCK_SIZE)]
-    config = OffloadConfig(groups=groups, num_host_blocks=num_host, store_policy=store, eviction=eviction)
+    config = OffloadConfig(
+        groups=groups, num_host_blocks=num_host, store_policy=store, eviction=eviction, quotas=quotas
+    )
+    roots = {None: ROOT} | {tenant: Root(ROOT.namespace, tenant) for tenant in trace.tenants}
     now = 0.0
     ledger, size = Ledger(config, num_device + 1, clock=lambda: now), len(trace.requests)
     found = Replay(np.zeros(size, np.int64), np.zeros(size, np.int64))
@@ -76,7 +94,7 @@ def replay(
             begins(number)
         tokens = _tokens(trace, request)
         num_prompt_tokens = request.num_prompt_blocks * BLOCK_SIZE + 1
-        record = ledger.admit(Prefix.of(ROOT, tokens[:num_prompt_tokens]))
+        record = ledger.admit(Prefix.of(roots[request.tenant], tokens[:num_prompt_tokens]))
         ledger.allocate_nowait(record)
         found.device[number] = record.match.num_device_tokens // BLOCK_SIZE
         found.host[number] = record.match.num_host_tokens // BLOCK_SIZE
@@ -102,7 +120,7 @@ def _serve(ledger: Ledger, record: LedgerRequest, tokens: Blocks, hint: Predicte
         plans = ledger.commit(record, computed, tokens[before:computed])
         num_stored += land(ledger, chain(plans, _write_back(ledger)))
     if hint is not None:
-        prefix = Prefix.of(ROOT, tokens[:computed])
+        prefix = Prefix.of(record.sequence.root, tokens[:computed])
         if hint.in_s == math.inf:
             ledger.eviction.done(prefix, category=hint.category)
         else:

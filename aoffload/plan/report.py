@@ -8,7 +8,7 @@ from typing import Any
 from .._runtime.costs import WORTH
 from ..trace.output import text_table
 from ..trace.wording import counted, duration, plain, share
-from .forecast import Forecast, Row, binary_size
+from .forecast import NO_STORE, Forecast, Row, binary_size
 
 # -- cautions --------------------------------------------------------------------------------------------------------
 #
@@ -94,6 +94,9 @@ def as_text(forecast: Forecast) -> Iterator[str]:
     yield from summary(forecast)
     yield ""
     yield from text_table([heading(forecast), *(cells(forecast, row) for row in forecast.rows)], first_left=3)
+    if forecast.quotas:
+        yield ""
+        yield from text_table(list(by_tenant(forecast)), first_left=3)
     warnings = list(cautions(forecast))
     if warnings:
         yield ""
@@ -111,6 +114,8 @@ def summary(forecast: Forecast) -> Iterator[str]:
     yield f"a cache without end would hit {endless:,} blocks ({share(endless, asked)})"
     knee = binary_size(forecast.knee_bytes)
     yield f"the knee is at {knee} of host memory: behind it, a GiB brings less than GiBs do on average up to the end"
+    if "returns" in forecast.hints:
+        yield "hints: returns have the true time of each return, so these rows are an upper bound on the gain of hints"
 
 
 def heading(forecast: Forecast) -> list[str]:
@@ -125,9 +130,7 @@ def cells(forecast: Forecast, row: Row) -> list[str]:
     asked, seconds = forecast.trace.num_asked, forecast.trace.duration_s
     found = [
         row.name,
-        NOT_KNOWN if row.store == "off" else f"{row.store}, {row.eviction}",
-        binary_size(row.host_bytes) if row.host_bytes else NOT_KNOWN,
-        binary_size(row.disk_bytes) if row.disk_bytes else NOT_KNOWN,
+        *_configured(row),
         f"{'≥ ' if forecast.is_too_short_for(row) else ''}{row.num_hit_blocks:,}",
         *(share(blocks, asked) for blocks in row.blocks),
         share(sum(row.tokens), forecast.trace.num_prompt_tokens),
@@ -137,6 +140,25 @@ def cells(forecast: Forecast, row: Row) -> list[str]:
         found += [] if times is None else [f"{times.busy:.0%}", duration(times.p50_s), duration(times.p90_s)]
     found += [_rate(row.loaded_bytes, seconds), _rate(row.stored_bytes, seconds), _age(forecast, row)]
     return found + (["" if row.price is None else f"{row.price:,.2f}"] if forecast.prices is not None else [])
+
+
+def _configured(row: Row) -> list[str]:
+    return [
+        NOT_KNOWN if row.kind == NO_STORE else str(row.kind),
+        binary_size(row.host_bytes) if row.host_bytes else NOT_KNOWN,
+        binary_size(row.disk_bytes) if row.disk_bytes else NOT_KNOWN,
+    ]
+
+
+def by_tenant(forecast: Forecast) -> Iterator[list[str]]:
+    """The lines of a table of the hits of each tenant that has a quota, and of all other requests."""
+    yield ["blocks hit by tenant", "stores, eviction", "host", "disk", *map(plain, forecast.quotas), "others"]
+    asked = [forecast.num_asked_by_tenant[tenant] for tenant in forecast.quotas]
+    asked.append(forecast.trace.num_asked - sum(asked))
+    for row in forecast.rows[1:]:
+        hits = [row.tenants[tenant] for tenant in forecast.quotas]
+        hits.append(row.num_hit_blocks - sum(hits))
+        yield [row.name, *_configured(row), *(f"{n:,} ({share(n, of)})" for n, of in zip(hits, asked, strict=True))]
 
 
 def _rate(num_bytes: int, seconds: float) -> str:
@@ -163,6 +185,7 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
             "num_different_blocks": trace.num_blocks,
             "block_tokens": trace.block_tokens,
             "num_dropped": trace.num_dropped,
+            "num_asked_blocks_by_tenant": forecast.num_asked_by_tenant,
         },
         "block_bytes": forecast.block_bytes,
         "device_bytes": forecast.sizes.device,
@@ -177,8 +200,10 @@ def _row(row: Row) -> dict[str, Any]:
     times, tiers = row.first_token, ("device", "host", "disk")
     return {
         "name": row.name,
-        "store": row.store,
-        "eviction": row.eviction,
+        "store": row.kind.store,
+        "eviction": row.kind.eviction,
+        "hints": row.kind.hints,
+        "has_quotas": row.kind.has_quotas,
         "host_bytes": row.host_bytes,
         "disk_bytes": row.disk_bytes,
         "hit_blocks": dict(zip(tiers, row.blocks, strict=True)),
@@ -191,4 +216,5 @@ def _row(row: Row) -> dict[str, Any]:
         "first_token_p90_s": None if times is None else times.p90_s,
         "busy": None if times is None else times.busy,
         "price_per_month": row.price,
+        "hit_blocks_by_tenant": dict(row.tenants),
     }

@@ -3,6 +3,9 @@
 One JSON object per line, in a file that may be compressed (`.gz`): `timestamp` in ms, `input_length`, `output_length`,
 `hash_ids`, one for each block of the prompt, of which the last may be partly filled. `Recorder` writes such files, and
 public traces have this form. An id counts together with all ids before it, so it need not be chained itself.
+
+Three more fields are optional. `stop`, text: why the answer ended, such as `tool_use`. `returns_s`: seconds until the
+next request of the same session; null: there is none. `tenant`, text: the tenant that the request belongs to.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from numpy.typing import NDArray
 
 from .._common.arguments import number_of
 from ..errors import AoffloadError
-from .recorder import FORMAT
+from .recorder import FORMAT, MAX_TEXT
 
 DEFAULT_BLOCK_TOKENS = 512
 MAX_LENGTH = 2**31 - 1
@@ -41,6 +44,12 @@ class TracedRequest:
     blocks: Blocks
     """Blocks of the prompt, then those that the answer has completed. Each has a number that stands for the prefix."""
     num_prompt_blocks: int
+    stop: str | None = None
+    """Why the answer ended. None: the trace does not say."""
+    returns_s: float | None = None
+    """Seconds until the next request of the session; infinite if there is none. None: the trace does not say."""
+    tenant: str | None = None
+    """None: of no tenant that the trace names."""
 
 
 @attrs.frozen(eq=False)
@@ -66,6 +75,11 @@ class Trace:
     @property
     def duration_s(self) -> float:
         return self.requests[-1].at_s - self.requests[0].at_s
+
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """The tenants that requests name, in the order of their names."""
+        return tuple(sorted({request.tenant for request in self.requests if request.tenant is not None}))
 
     @property
     def most_blocks(self) -> int:
@@ -95,6 +109,11 @@ def _opened(path: Path) -> TextIO:
     return path.open(encoding="utf-8", errors="replace")
 
 
+def _is_unicode(text: str) -> bool:
+    """Whether `text` has no lone surrogate, which JSON allows."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 class _Reader:
     def __init__(self, name: str, block_tokens: int | None) -> None:
         self.name = name
@@ -104,6 +123,7 @@ class _Reader:
         self._is_ours = False
         self._numbers: dict[tuple[int, int | str], int] = {}
         """The number of a block, by the number of the block before it and its own id."""
+        self._tenants: dict[str | None, int] = {None: 0}
         self._num_dropped = 0
 
     def take(self, number: int, line: str) -> None:
@@ -142,8 +162,29 @@ class _Reader:
             problem = f"has {len(prompt)} hash_ids for {num_tokens} tokens: are blocks of {self._block_tokens} tokens?"
             raise self._wrong(number, problem)
         output = self._ids(number, fields, "output_hash_ids") if "output_hash_ids" in fields else []
-        blocks = np.fromiter(self._numbered([*prompt, *output]), np.int32)
-        return TracedRequest(at_ms / 1e3, num_tokens, num_output_tokens, blocks, len(prompt))
+        tenant = self._text(number, fields, "tenant")
+        blocks = np.fromiter(self._numbered([*prompt, *output], tenant), np.int32)
+        return TracedRequest(
+            at_ms / 1e3, num_tokens, num_output_tokens, blocks, len(prompt),
+            self._text(number, fields, "stop"), self._returns_s(number, fields), tenant,
+        )  # fmt: skip
+
+    def _text(self, number: int, fields: dict[str, Any], name: str) -> str | None:
+        value = fields.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, str) or len(value) > MAX_TEXT or not _is_unicode(value):
+            raise self._wrong(number, f"needs text of at most {MAX_TEXT} characters as {name}")
+        return value
+
+    def _returns_s(self, number: int, fields: dict[str, Any]) -> float | None:
+        if "returns_s" not in fields:
+            return None
+        value = fields["returns_s"]
+        seconds = math.inf if value is None else number_of(value)
+        if seconds is None or seconds < 0 or (seconds == math.inf and value is not None):
+            raise self._wrong(number, "needs returns_s, seconds from 0 on, or null")
+        return seconds
 
     def _ids(self, number: int, fields: dict[str, Any], name: str) -> list[int | str]:
         ids = fields.get(name)
@@ -151,8 +192,9 @@ class _Reader:
             raise self._wrong(number, f"has no list of ids as {name}")
         return ids
 
-    def _numbered(self, ids: Iterable[int | str]) -> Iterable[int]:
-        numbers, before = self._numbers, -1
+    def _numbered(self, ids: Iterable[int | str], tenant: str | None) -> Iterable[int]:
+        """Tenants share no block, because the tenant is the salt."""
+        numbers, before = self._numbers, -1 - self._tenants.setdefault(tenant, len(self._tenants))
         for each in ids:
             before = numbers.setdefault((before, each), len(numbers))
             yield before

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -56,6 +57,33 @@ def lines(prompts: Iterable[Prompt], gap_ms: int = 500) -> list[str]:
 def write_trace(path: Path, prompts: Iterable[Prompt], gap_ms: int = 500) -> Path:
     path.write_text("\n".join(lines(prompts, gap_ms)) + "\n")
     return path
+
+
+def agents(seed: int, num_requests: int, **fields: Any) -> list[str]:
+    """Sessions of agents, a request each second. A session calls tools, whose turns return within seconds, then asks a
+    person, and then is over. Its answers say which of these ended them."""
+    draw, found, sessions = random.Random(seed), list[dict[str, Any]](), list[tuple[int, int, list[int]]]()
+    last: dict[int, dict[str, Any]] = {}
+    for number in range(num_requests):
+        due = [session for session in sessions if session[0] <= number]
+        if due:
+            session = min(due)
+            sessions.remove(session)
+            _, name, ids = session
+        else:
+            name, ids = number, []
+        ids = [*ids, *(1000 * name + len(ids) + at for at in range(draw.randint(1, 3)))]
+        if name in last:
+            last[name]["returns_s"] = float(number - last[name]["timestamp"] / 1000)
+        stop = draw.choices(("tool_use", "question", "end"), (6, 1, 2))[0] if len(ids) < MOST_BLOCKS else "end"
+        last[name] = {
+            "timestamp": number * 1000, "input_length": len(ids) * BLOCK_TOKENS + 1, "output_length": 3,
+            "hash_ids": ids, "stop": stop, "returns_s": None, **fields,
+        }  # fmt: skip
+        found.append(last[name])
+        if stop != "end":
+            sessions.append((number + (draw.randint(5, 15) if stop == "tool_use" else 200), name, ids))
+    return [json.dumps(each) for each in found]
 
 
 def made(tmp_path: Path, seed: int, num_requests: int) -> Trace:

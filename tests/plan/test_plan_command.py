@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from synthetic_traces import BLOCK_TOKENS, conversations, write_trace
+from synthetic_traces import BLOCK_TOKENS, agents, conversations, write_trace
 
 from aoffload.plan.command import main
 
@@ -64,6 +64,35 @@ def test_lazy_stores_have_rows_of_their_own(trace: str, capsys: pytest.CaptureFi
     assert [line.split()[1] for line in lines[7:11]] == ["eager,", "eager,", "lazy,", "lazy,"]
 
 
+AGENTS = (*SIZES[:4], "--host", "800KiB", "--block-tokens", "8", "--eviction", "lru,learned")
+
+
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("plan") / "sessions.jsonl"
+    path.write_text("\n".join(agents(5, 300, tenant="team-a") + agents(6, 300)))
+    return str(path)
+
+
+def test_hints_and_quotas_are_rows(sessions: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of LRU, and one of each kind of hints, without and with quotas; the hits of each tenant follow. The report
+    says which rows are an upper bound, and the page draws all of them."""
+    page = tmp_path / "page.html"
+    quota = ("--quota", "team-a=400KiB:", "--html", str(page))
+    assert main([sessions, *AGENTS, "--hints", "none,stop,returns", *quota]) == 0
+    printed = capsys.readouterr().out
+    assert "hints: returns have the true time of each return, so these rows are an upper bound" in printed
+    kinds = ("lru", "lru, quotas", *(
+        f"learned{hints}{quotas}" for hints in ("", ", hints: stop", ", hints: returns") for quotas in ("", ", quotas")
+    ))  # fmt: skip
+    above, below = printed.split("blocks hit by tenant")
+    assert re.findall(r"^host +eager, (.*?)  ", above, re.MULTILINE) == list(kinds)
+    assert re.findall(r"^host +eager, (.*?)  ", below, re.MULTILINE) == list(kinds)
+    assert re.match(r" +stores, eviction +host +disk +team-a +others\n", below)
+    elements = Elements(page.read_text(encoding="ascii"))
+    assert elements.tags.count("circle") == 8 and elements.tags.count("table") == 2 and not elements.open
+
+
 def test_sizes_beyond_all_bounds_are_planned(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     """More blocks than any pool can have: a replay makes no larger pools than the trace can fill."""
     huge = ["--kv-bytes-per-token", "1", "--device", "900000TiB", "--host", "900000TiB", "--block-tokens", "8"]
@@ -84,6 +113,10 @@ def test_sizes_are_chosen_where_none_is_named(trace: str, capsys: pytest.Capture
         (["--device", "1KiB"], "argument --device: 1,024 bytes hold 0 blocks of 8,192; 2 are needed"),
         (["--host", "1KiB"], "argument --host: 1,024 bytes hold 0 blocks"),
         (["--block-tokens", "16"], "line 1: has "),
+        (["--hints", "stop"], "argument --hints: has an effect only with --eviction learned"),
+        (["--eviction", "learned", "--hints", "stop"], "argument --hints: stop needs the field `stop`, which no line"),
+        (["--quota", "team-a=1MiB:"], "argument --quota: 'team-a' is no `tenant` of any line of asked.jsonl"),
+        (["--quota", "a=1MiB:", "--quota", "a=:1MiB"], "argument --quota: was given twice for 'a'"),
         (["--disk", "1GiB", "--price-per-gib-month", "3"], "argument --disk-price-per-gib-month: is needed, too"),
     ],
 )
@@ -105,6 +138,8 @@ def test_what_cannot_be_is_one_line_and_status_2(
         ["--limit", "0"], ["--limit", "x"], ["--block-tokens", "²"], ["--prefill-tokens-per-s", "nan"],
         ["--prefill-tokens-per-s", "0"], ["--host-gbs", "-1"], ["--price-per-gib-month", "inf"],
         ["--store", "lazy,often"], ["--store", ""], ["--eviction", "oldest"],
+        ["--hints", "always"], ["--quota", "team-a"], ["--quota", "=1MiB:"], ["--quota", "a=:"], ["--quota", "a=1MiB"],
+        ["--quota", "a=2MiB:1MiB"], ["--quota", "a=x:"],
     ],
 )  # fmt: skip
 def test_bad_options_are_refused(trace: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +148,14 @@ def test_bad_options_are_refused(trace: str, arguments: list[str], capsys: pytes
         main([trace, *SIZES, *arguments])
     assert left.value.code == 2
     assert f"argument {arguments[0]}" in capsys.readouterr().err
+
+
+def test_floors_have_to_fit_every_host(sessions: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A floor above the smallest host is refused before anything is printed."""
+    assert main([sessions, *AGENTS, "--quota", "team-a=801KiB:"]) == 2
+    captured = capsys.readouterr()
+    assert "argument --quota: has floors of 820,224 bytes, more than a host of 819,200" in captured.err
+    assert captured.out == ""
 
 
 def test_files_that_cannot_be_read_or_written(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

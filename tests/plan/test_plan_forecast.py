@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import chain
 from pathlib import Path
@@ -11,15 +12,27 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from synthetic_traces import BLOCK_TOKENS, MOST_OF_ONE, REQUESTS, Request, conversations, made, trace_of, write_trace
+from synthetic_traces import (
+    BLOCK_TOKENS,
+    MOST_BLOCKS,
+    MOST_OF_ONE,
+    REQUESTS,
+    Request,
+    agents,
+    conversations,
+    lines,
+    made,
+    trace_of,
+    write_trace,
+)
 
 from aoffload import ConfigError, KVCacheGroup, LazyStore, Ledger, OffloadConfig
 from aoffload._common.env import Env
-from aoffload.ledger import Prefix, Root, TransferPlan
+from aoffload.ledger import Prefix, Quota, Root, TransferPlan
 from aoffload.plan import Recorder
-from aoffload.plan.forecast import Forecast, Prices, Row, Sizes, Speeds, first_token
+from aoffload.plan.forecast import Forecast, Kind, Prices, Row, Sizes, Speeds, first_token
 from aoffload.plan.replay import land, replay
-from aoffload.plan.report import as_json, cautions, cells
+from aoffload.plan.report import as_json, by_tenant, cautions, cells
 from aoffload.plan.trace import Trace, TracedRequest, read_trace
 from benchmarks import policies
 
@@ -42,11 +55,12 @@ def forecast_of(trace: Trace, **options: Any) -> Forecast:
 def replayed(seed: int, num_requests: int, policy: Any, num_host: int, eviction: str = "lru") -> policies.Replay:
     """Through a ledger with blocks of 16 tokens, by the benchmark of store policies."""
     prompts = [policies._tokens(ids) for ids in conversations(seed, num_requests)]
-    return policies.replay("made", policy, prompts, NUM_DEVICE, num_host, eviction)
+    times = [number * 0.5 for number in range(num_requests)]  # as `write_trace` has them
+    return policies.replay("made", policy, prompts, NUM_DEVICE, num_host, eviction, times)
 
 
-def rows_of(forecast: Forecast, store: str, eviction: str = "lru") -> list[Row]:
-    return [row for row in forecast.rows if row.name == "host" and (row.store, row.eviction) == (store, eviction)]
+def rows_of(forecast: Forecast, *kind: Any) -> list[Row]:
+    return [row for row in forecast.rows if row.name == "host" and row.kind == Kind(*kind)]
 
 
 def test_six_sizes_hit_what_the_ledger_hits(tmp_path: Path) -> None:
@@ -92,32 +106,34 @@ def test_what_is_recorded_of_a_ledger_that_learns_is_replayed_alike(
     path, num_device, draw = tmp_path / "asked.jsonl", 30, random.Random(seed)
     befores = [int(number * (1 - draw.random() ** 3)) for number in range(600)]
     talks = [(before, draw.randint(1, 20), draw.randint(1, 25)) for before in befores]
-    env = Seconds()
-    with Recorder(path, block_tokens=BLOCK_TOKENS, env=env) as recorder:
-        found = spoken(talks, store, num_device, num_host, recorder, env)
+    clock = Clock()
+    with Recorder(path, block_tokens=BLOCK_TOKENS, env=clock) as recorder:
+        found = spoken(talks, store, num_device, num_host, recorder, clock)
     planned = replay(read_trace(path), num_device, num_host, store=store, eviction="learned")
     assert list(zip(planned.device.tolist(), planned.host.tolist(), strict=True)) == found
     assert sum(host for _, host in found) > 200
 
 
-class Seconds(Env):
-    seconds = 0.0
+class Clock(Env):
+    """Of the ledger and of the recorder; each request takes no time."""
+
+    at_s = 0.0
 
     def now(self) -> float:
-        return self.seconds
+        return self.at_s
 
 
 def spoken(
-    talks: list[tuple[int, int, int]], store: Any, num_device: int, num_host: int, recorder: Recorder, env: Seconds
+    talks: list[tuple[int, int, int]], store: Any, num_device: int, num_host: int, recorder: Recorder, clock: Clock
 ) -> list[tuple[int, int]]:
     """Blocks that each request hits, on the device and in the host, of a ledger that serves one after the other.
     `talks`: which earlier one it continues, tokens that it asks, tokens that it is answered."""
     groups = [KVCacheGroup("full", block_size=BLOCK_TOKENS)]
     config = OffloadConfig(groups=groups, num_host_blocks=num_host, store_policy=store, eviction="learned")
-    ledger = Ledger(config, num_device + 1, observer=recorder, clock=env.now)
+    ledger = Ledger(config, num_device + 1, observer=recorder, clock=clock.now)
     heard, hits = list[list[int]](), list[tuple[int, int]]()
     for number, (before, num_asked, num_answered) in enumerate(talks):
-        env.seconds = 2.0 * number
+        clock.at_s += 1.0
         chunk = list(heard[before]) if before < number and len(heard[before]) < 80 else []
         chunk += [1000 * number + at for at in range(num_asked)]
         chunk += [999_999] * (not len(chunk) % BLOCK_TOKENS)  # else a block less could be hit than the prompt has
@@ -163,6 +179,79 @@ def test_prompts_that_are_shorter_than_a_block_are_said(num_short: int, is_said:
     ]
     expected = f"{num_short} of 4 prompts are no longer than a block of the trace, 8 tokens, and never hit: record with"
     assert bool(chunk) == is_said and all(one.startswith(expected) for one in chunk)
+
+
+def test_hints_hit_more_and_the_true_time_hits_most(tmp_path: Path) -> None:
+    """Each kind of hints is a row for learned eviction, and there is one row of LRU. The stop reason tells apart what
+    the number of requests does not, and the true time of return is the bound."""
+    path = tmp_path / "agents.jsonl"
+    path.write_text("\n".join(agents(1, 3000)))
+    trace = read_trace(path, BLOCK_TOKENS)
+    sizes = Sizes(KV_BYTES, (trace.most_blocks + 2) * BLOCK_BYTES, (100 * BLOCK_BYTES,))
+    forecast = Forecast(trace, sizes, evictions=("lru", "learned"), hints=("none", "stop", "returns"))
+    assert [str(kind) for kind in forecast.kinds] == [
+        "eager, lru", "eager, learned", "eager, learned, hints: stop", "eager, learned, hints: returns",
+    ]  # fmt: skip
+    lru, learned, stop, returns = (row.num_hit_blocks for row in forecast.rows[2:-1])
+    assert learned > 0.97 * lru and stop > 1.05 * max(lru, learned) and returns > stop
+    assert [row["hints"] for row in as_json(forecast)["rows"][2:-1]] == ["none", "none", "stop", "returns"]
+
+
+def test_a_floor_keeps_a_tenant_from_a_scan(tmp_path: Path) -> None:
+    """With a floor, a tenant hits at least what it hits alone in a host of that size; without one, the scan of another
+    tenant takes its blocks. A ceiling bounds what a tenant hits, and is a row of its own."""
+    talks = [json.loads(text) | {"tenant": "team-a"} for text in lines(conversations(3, 400), gap_ms=1000)]
+    scans = [
+        json.loads(text) | {"tenant": "batch", "timestamp": at * 200 + 100}
+        for at, text in enumerate(lines([[10**6 + 20 * number + at for at in range(20)] for number in range(2000)]))
+    ]
+    path, alone = tmp_path / "both.jsonl", tmp_path / "alone.jsonl"
+    path.write_text("\n".join(map(json.dumps, talks + scans)))
+    alone.write_text("\n".join(map(json.dumps, talks)))
+    device, floor = (MOST_BLOCKS + 22) * BLOCK_BYTES, 400 * BLOCK_BYTES
+    sizes = Sizes(KV_BYTES, device, (800 * BLOCK_BYTES,))
+    quotas = {"team-a": Quota(host_floor=floor), "batch": Quota(host_ceiling=floor)}
+    forecast = Forecast(read_trace(path, BLOCK_TOKENS), sizes, quotas=quotas)
+    without, quoted = forecast.rows[2:-1]
+    assert (str(without.kind), str(quoted.kind)) == ("eager, lru", "eager, lru, quotas")
+    trace = read_trace(alone, BLOCK_TOKENS)
+    found = Forecast(trace, Sizes(KV_BYTES, 2 * BLOCK_BYTES, (floor,))).rows[2]
+    assert quoted.tenants["team-a"] >= found.num_hit_blocks > 1.5 * without.tenants["team-a"]
+    assert quoted.tenants["batch"] == without.tenants["batch"] == 0
+    assert quoted.num_hit_blocks == sum(quoted.tenants.values())
+    heading, *table = by_tenant(forecast)
+    assert heading[4:] == ["team-a", "batch", "others"] and table[2][4].startswith(f"{quoted.tenants['team-a']:,} (")
+    rows = as_json(forecast)["rows"]
+    assert [row["has_quotas"] for row in rows] == [False, False, False, True, False]
+    assert rows[3]["hit_blocks_by_tenant"] == dict(quoted.tenants)
+
+
+def test_quotas_above_all_that_is_asked_for_change_nothing(tmp_path: Path) -> None:
+    """A floor above the blocks of the whole trace, in a host of that size: a replay makes no larger pools."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(agents(2, 200, tenant="team-a")))
+    sizes = Sizes(KV_BYTES, 200 * BLOCK_BYTES, (2**50,))
+    forecast = Forecast(read_trace(path, BLOCK_TOKENS), sizes, quotas={"team-a": Quota(host_floor=2**50)})
+    without, quoted = forecast.rows[2:-1]
+    assert quoted.blocks == without.blocks and quoted.tenants == without.tenants == {"team-a": without.num_hit_blocks}
+
+
+@pytest.mark.parametrize(
+    ("options", "argument", "problem"),
+    [
+        ({"hints": ("none", "stop")}, "hints", "has an effect only with --eviction learned"),
+        ({"hints": ("stop",), "evictions": ("learned",)}, "hints", "stop needs the field `stop`"),
+        ({"hints": ("returns",), "evictions": ("learned",)}, "hints", "returns needs the field `returns_s`"),
+        ({"quotas": {"team-a": Quota()}}, "quota", "'team-a' is no `tenant` of any line"),
+    ],
+)
+def test_a_trace_without_the_fields_is_refused(
+    tmp_path: Path, options: dict[str, Any], argument: str, problem: str
+) -> None:
+    """A row of hints that were never given would look as if hints bring nothing."""
+    with pytest.raises(ConfigError) as raised:
+        forecast_of(made(tmp_path, 1, 20), **options)
+    assert raised.value.argument == argument and problem in raised.value.problem
 
 
 def test_rows_go_from_nothing_to_a_cache_without_end(tmp_path: Path) -> None:
@@ -218,7 +307,9 @@ def test_rows_say_for_which_sizes_the_trace_is_too_short(tmp_path: Path) -> None
     trace = made(tmp_path, 8, 400)
     sizes = Sizes(KV_BYTES, NUM_DEVICE * BLOCK_BYTES, (200 * BLOCK_BYTES, 2**30), (2**31,))
     forecast = Forecast(trace, sizes, evictions=("lru", "learned"))
-    short = [(row.eviction, row.host_bytes, row.disk_bytes) for row in forecast.rows if forecast.is_too_short_for(row)]
+    short = [
+        (row.kind.eviction, row.host_bytes, row.disk_bytes) for row in forecast.rows if forecast.is_too_short_for(row)
+    ]
     assert short == [("lru", 200 * BLOCK_BYTES, 2**31), ("lru", 2**30, 0), ("lru", 2**30, 2**31), ("learned", 2**30, 0)]
     marked = [cells(forecast, row)[4].startswith("≥ ") for row in forecast.rows]
     assert marked == [forecast.is_too_short_for(row) for row in forecast.rows]

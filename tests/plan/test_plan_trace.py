@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,28 @@ def test_blocks_of_answers_are_no_prompt(tmp_path: Path) -> None:
     assert (request.blocks.tolist(), request.num_prompt_blocks, trace.block_tokens) == ([0, 1, 2], 2, 16)
 
 
+def test_fields_about_sessions_and_tenants_are_read(tmp_path: Path) -> None:
+    """Each of them may be missing. A session that never returns has null, which is not the same as no field."""
+    trace = read(
+        tmp_path,
+        line(),
+        line(timestamp=1, stop="tool_use", returns_s=2.5, tenant="team-a"),
+        line(timestamp=2, stop="", returns_s=None, tenant="team-b"),
+        line(timestamp=3, stop=None, returns_s=0, tenant=None),
+    )
+    assert [request.stop for request in trace.requests] == [None, "tool_use", "", None]
+    assert [request.returns_s for request in trace.requests] == [None, 2.5, math.inf, 0.0]
+    assert [request.tenant for request in trace.requests] == [None, "team-a", "team-b", None]
+    assert trace.tenants == ("team-a", "team-b")
+
+
+def test_tenants_share_no_block(tmp_path: Path) -> None:
+    """The tenant is the salt, so equal ids of two tenants are two blocks."""
+    tenants = ("team-a", "team-b", None, "team-a", None)
+    trace = read(tmp_path, *(line(timestamp=at, tenant=tenant) for at, tenant in enumerate(tenants)))
+    assert [request.blocks.tolist() for request in trace.requests] == [[0, 1], [2, 3], [4, 5], [0, 1], [4, 5]]
+
+
 HEADING = '{"aoffload_plan":1,"block_tokens":16}'
 
 
@@ -83,6 +106,15 @@ HEADING = '{"aoffload_plan":1,"block_tokens":16}'
         ([line(hash_ids=[1, None])], {}, "has no list of ids as hash_ids"),
         ([line(hash_ids=[[1], 2])], {}, "has no list of ids as hash_ids"),
         ([line(output_hash_ids=3)], {}, "has no list of ids as output_hash_ids"),
+        ([line(stop=3)], {}, "needs text of at most 256 characters as stop"),
+        ([line(stop="x" * 257)], {}, "as stop"),
+        ([line(tenant=["a"])], {}, "needs text of at most 256 characters as tenant"),
+        ([line(tenant="\ud800")], {}, "as tenant"),
+        ([line(returns_s="5")], {}, "needs returns_s, seconds from 0 on, or null"),
+        ([line(returns_s=-1)], {}, "needs returns_s"),
+        ([line(returns_s=True)], {}, "needs returns_s"),
+        ([line(returns_s=float("nan"))], {}, "needs returns_s"),
+        ([line(returns_s=float("inf"))], {}, "needs returns_s"),
         ([line(hash_ids=[1, 2, 3])], {}, "has 3 hash_ids for 600 tokens: are blocks of 512 tokens?"),
         ([line()], {"block_tokens": 16}, "are blocks of 16 tokens?"),
         ([HEADING], {}, "no request in it"),

@@ -122,6 +122,31 @@ def test_names_are_those_of_hmac(tmp_path: Path) -> None:
         assert found == [hmac.new(secret, text, hashlib.sha256).digest()[:8].hex() for text in texts]
 
 
+def tenants_of(path: Path, **options: Any) -> list[str | None]:
+    """What is written of the tenants of three requests, of which the last has no salt."""
+    with Recorder(path, block_tokens=BLOCK, **options) as one:
+        ledger = Ledger(config(), 200, observer=one)
+        for salt in ("salt-a", b"salt-b", "salt-a", None):
+            serve(ledger, [1] * 8, salt=salt)
+    assert "salt-" not in path.read_text()
+    return [each.get("tenant") for each in requests_of(path)]
+
+
+def test_tenants_are_written_if_they_are_asked_for(tmp_path: Path) -> None:
+    """By default no line says which requests are of one tenant. True writes a keyed digest of the salt, and a mapping
+    the name of each salt that it has. No salt is written, and a plan reads the tenants."""
+    assert tenants_of(tmp_path / "a") == [None] * 4
+    first, second, again, none = tenants_of(tmp_path / "b", tenants=True, secret=SECRET)
+    assert first == again != second and none is None
+    key = BlockDigests(SECRET, BLOCK)
+    assert (first, second) == (key.of_salt("salt-a"), key.of_salt(b"salt-b")) and key.of_salt(b"salt-a") != first
+    assert first == hmac.new(SECRET, b"aoffload tenant 1ssalt-a", hashlib.sha256).digest()[:8].hex()
+    assert first != tenants_of(tmp_path / "c", tenants=True)[0]
+    names = {"salt-a": "team-a"}
+    assert tenants_of(tmp_path / "d", tenants=names) == ["team-a", None, "team-a", None]
+    assert read_trace(tmp_path / "d").tenants == ("team-a",)
+
+
 def test_forks_are_not_recorded(tmp_path: Path) -> None:
     """They ask for nothing: they go on with what they share."""
     with Recorder(tmp_path / "a", block_tokens=BLOCK) as one:
@@ -222,6 +247,11 @@ def test_a_secret_makes_files_comparable_and_none_does_not(tmp_path: Path) -> No
         ({"path": None}, "path"),
         ({"path": "a\0b"}, "path"),
         ({"env": 3}, "env"),
+        ({"tenants": "all"}, "tenants"),
+        ({"tenants": {"salt": 3}}, "tenants"),
+        ({"tenants": {3: "team-a"}}, "tenants"),
+        ({"tenants": {"salt": "x" * 257}}, "tenants"),
+        ({"tenants": {"salt": "\ud800"}}, "tenants"),
     ],
 )
 def test_bad_arguments_are_named(
