@@ -90,12 +90,7 @@ def replay(
     now = 0.0
     ledger, found = Ledger(config, num_device + 1, clock=lambda: now), Replay(name)
     begun = time.perf_counter()
-<<<<<<< HEAD
-    for prompt in prompts:
-        now += 0.5
-=======
     for prompt, now in zip(prompts, count() if times is None else times, strict=False):  # noqa: B007 - the clock's
->>>>>>> h_p
         request = ledger.admit(Prefix.of(ROOT, prompt))
         found.num_device_hits += request.match.num_device_tokens // BLOCK_TOKENS
         found.num_host_hits += request.match.num_host_tokens // BLOCK_TOKENS
