@@ -23,7 +23,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import attrs
 
@@ -37,6 +37,8 @@ MAX_CATEGORY = 256
 """Maximum characters of a category, because the ledger keeps it."""
 MAX_ACTION_ID = 64
 """Maximum characters of an action id that an answer repeats. The answer has an empty id in place of a longer one."""
+MAX_FIELDS = 64
+"""Maximum fields of an object. An object with more is read as an empty one."""
 MAX_NAME = 32
 """Maximum characters of a type or version that is looked up. Longer ones are unknown."""
 VERSIONS = ("", "1", "1.0", "v1")
@@ -133,9 +135,19 @@ class DoneHint:
 
 Hint: TypeAlias = PinHint | PrefetchHint | DemoteHint | ReturnsHint | DoneHint
 VERBS: Mapping[type, HintVerb] = {
-    PinHint: HintVerb.PIN, PrefetchHint: HintVerb.PREFETCH, DemoteHint: HintVerb.DEMOTE,
-    ReturnsHint: HintVerb.RETURNS, DoneHint: HintVerb.DONE,
-}  # fmt: skip
+    PinHint: HintVerb.PIN,
+    PrefetchHint: HintVerb.PREFETCH,
+    DemoteHint: HintVerb.DEMOTE,
+    ReturnsHint: HintVerb.RETURNS,
+    DoneHint: HintVerb.DONE,
+}
+
+
+def is_hint(value: object) -> TypeGuard[Hint]:
+    """Whether `value` is a hint. Compares classes by identity, because a class may have a metaclass of its own."""
+    return any(type(value) is kind for kind in VERBS)
+
+
 
 
 @attrs.frozen
@@ -159,8 +171,9 @@ def read_hints(payload: object) -> list[GivenHint]:
         return []
     actions: object = payload
     if type(payload) is dict:
-        actions = payload.get("actions", payload)  # an envelope, or one action
-        if not _is_known(payload.get("protocol_version", "")):
+        fields = _fields(payload)
+        actions = fields.get("actions", fields)  # an envelope, or one action
+        if not _is_known(fields.get("protocol_version", "")):
             return [GivenHint(HintVerb.UNKNOWN, None, HintReason.UNKNOWN)]
     if type(actions) is dict:
         return [_read_action(actions)]
@@ -177,6 +190,7 @@ def _read_action(action: object) -> GivenHint:
         return action
     if type(action) is not dict:
         return GivenHint(HintVerb.UNKNOWN, None, HintReason.MALFORMED)
+    action = _fields(action)
     action_id = _read_id(action.get("action_id"))
     kind = action.get("action_type")
     if type(kind) is not str:
@@ -185,13 +199,20 @@ def _read_action(action: object) -> GivenHint:
     if read is None or not _is_known(action.get("action_version", "")):
         return GivenHint(HintVerb.UNKNOWN, None, HintReason.UNKNOWN, action_id)
     verb, make = read
-    payload = action.get("payload")
-    values = {} if payload is None else payload
+    values = action.get("payload", {})
     try:
-        hint = make(values) if type(values) is dict else None
+        hint = make(_fields(values)) if type(values) is dict else None
     except InvalidArgument:
         hint = None
     return GivenHint(verb, hint, HintReason.MALFORMED if hint is None else HintReason.NONE, action_id)
+
+
+def _fields(values: dict[Any, Any]) -> dict[str, Any]:
+    """The fields that have a value: null is the same as leaving a field out. Keys of other classes than `str` are left
+    out, because they may have methods of their own."""
+    if len(values) > MAX_FIELDS:
+        return {}
+    return {key: value for key, value in values.items() if type(key) is str and value is not None}
 
 
 def _is_known(version: object) -> bool:

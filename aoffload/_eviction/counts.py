@@ -146,8 +146,7 @@ class HitCounts:
                     path.pop()
             path.append(run)
             position, before, last = run.stop, run.number, run
-        for counted in reversed(path):
-            runs.move_to_end(counted.key)
+        self._asked_last(path)
         return [counted for counted in path if counted.start >= first] if first else path
 
     def path_from(self, before: Sequence[CountedRun], sequence: TokenSequence, stop: int) -> Sequence[CountedRun]:
@@ -162,6 +161,7 @@ class HitCounts:
                 return self.path(sequence, 0, stop)
             last = self._insert(sequence, last, last.stop, stop, key)
             found.append(last)
+        self._asked_last(found)
         return found
 
     def _are_present(self, path: Sequence[CountedRun]) -> bool:
@@ -187,7 +187,13 @@ class HitCounts:
                 run = self._cut(run, agreed)
             path.append(run)
             position, before = run.stop, run.number
+        self._asked_last(path)
         return path
+
+    def _asked_last(self, path: Sequence[CountedRun]) -> None:
+        """Let the runs of `path` be the newest, the first one last."""
+        for counted in reversed(path):
+            self._runs.move_to_end(counted.key)
 
     def trim(self) -> None:
         """Forget the oldest runs until the tokens kept are at most `max_tokens`."""

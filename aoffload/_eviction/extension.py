@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from .._common.arguments import check_text, shown
+from .._common.hints import MAX_CATEGORY
 from .._common.prefix import Prefix
 from .._common.tiers import Tier
 from .._config.tiers import LearnedEviction
@@ -16,9 +17,6 @@ from .accounts import AccountOrder
 from .learned import LearnedOrder, Learning, Rulings
 from .returns import NEVER
 from .status import EvictionStatistics
-
-MAX_CATEGORY = 256
-"""Maximum characters of the category of a hint, because the ledger keeps it."""
 
 
 class Eviction(LedgerExtension):
@@ -44,7 +42,7 @@ class Eviction(LedgerExtension):
         self._ledger, self._cache = ledger, ledger.cache
         self._take_orders()
         self._rulings = Rulings(ledger.cache, self.learning, ledger.moves)
-        self.learning.times.clock = ledger.moves.clock
+        self.learning.times.clock_of = lambda: ledger.moves.clock
 
     def _take_orders(self) -> None:
         present = {tier: self._cache.tiers[tier].order for tier in self.learning.tiers}

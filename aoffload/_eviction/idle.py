@@ -32,6 +32,7 @@ MAX_AGE = 16
 
 
 MAX_CHANGED = 4096
+"""Nodes that may wait to be sorted."""
 
 
 class IdlePaths(Generic[Node]):
@@ -106,9 +107,6 @@ class IdlePaths(Generic[Node]):
         if node in self._children:
             for child in (*self._children[node],):
                 self.reparent(child, self._entries[node][3])
-
-    def parent(self, node: Node) -> Node | None:
-        return self._entries[node][3]
 
     def _sort(self) -> None:
         """Sort the leaves among the nodes that have changed."""

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
-from .._common.prefix import TOKEN_BYTES
+from .._common.prefix import TOKEN_BYTES, Root
 from .._common.tiers import Tier
 from .._kernel.cache import PrefixCache
 from .._kernel.layout import Layout
@@ -31,7 +32,7 @@ from .._kernel.tokens import TokenSequence
 from .accounts import AccountOrder
 from .counts import CountedRun, HitCounts
 from .idle import IdlePaths
-from .returns import NUM_CLASSES, TICKS, ReturnTimes, bin_of, class_of
+from .returns import NEVER, NUM_CLASSES, TICKS, ReturnTimes, bin_of, class_of
 from .status import EvictionRule, EvictionStatistics, EvictionSwitched, TierEviction
 
 KEPT = 0.5 ** (1 / 1000)
@@ -277,8 +278,9 @@ class Learning:
         self.tiers = tuple(units)
         self.orders: dict[Tier, LearnedOrder | AccountOrder] = {}
         """The present order of each tier whose eviction learns. `Eviction` sets it."""
-        self._live: dict[LedgerRequest, Sequence[CountedRun]] = {}
-        """The runs of the prompt of each request that has begun and not ended, as they were when it began."""
+        self._live: dict[LedgerRequest, tuple[Sequence[CountedRun], Root]] = {}
+        """The runs of the prompt of each request that has begun and not ended, as they were when it began; and its
+        root, because a request that has not computed yet gets another one if the weights change."""
 
     def is_live(self, request: LedgerRequest) -> bool:
         """Whether `request` has begun, and has not ended."""
@@ -315,37 +317,43 @@ class Learning:
         changes = [guard.began(path) for guard in self.guards.values()]
         times.counted()
         self.counts.trim()
-        self._live[request] = path
+        self._live[request] = path, request.sequence.root
         return any(changes)
 
     def ended(self, cache: PrefixCache, request: LedgerRequest, stop: int, run: Run | None) -> None:
         """The first `stop` units of `request` are idle from now on, because it is over or about to be. `run`: the last
         cached run of its path."""
-        path = self._live.pop(request, ())
+        path, root = self._live.pop(request, ((), request.sequence.root))
+        if path and root != request.sequence.root:
+            self._rest(path)
+            path = ()
         if not stop:
             return
-        times, counts = self.times, self.counts
-        now, path = times.advance(), counts.path_from(path, request.sequence, stop)
-        bucket, is_alike = path[-1].bucket, True
+        path = self.counts.path_from(path, request.sequence, stop)
+        self._rest(path)
+        for shadow in self._shadows:
+            shadow.put(path)
+        self.counts.trim()
+        if run is not None:
+            self._label_path(cache, run, _labels(path), splits=bool(self.ruled))
+
+    def _rest(self, path: Sequence[CountedRun]) -> None:
+        """The runs of `path` are idle from now on."""
+        times = self.times
+        now = times.advance()
         for counted in path:
             if not counted.num_uses:
                 counted.num_uses = 1
             if not counted.idle_since:
                 times.idle(counted.bucket, counted.stop - counted.start)
             counted.last_asked = counted.idle_since = now
-            is_alike = is_alike and counted.bucket == bucket
-        for shadow in self._shadows:
-            shadow.put(path)
-        counts.trim()
-        if run is not None:
-            labels = ((stop, bucket),) if is_alike else _labels(path)
-            self._label_path(cache, run, labels, splits=bool(self.ruled))
 
     def hinted(self, cache: PrefixCache, sequence: TokenSequence, in_s: float | None, category: str) -> int:
         """Put `sequence`, up to its last whole unit, into the bucket of a hint. Returns the number of cached units.
 
         The hint is about the path that ends with `sequence`. Prefixes that other requests have used since keep their
-        buckets. The age of a prefix counts from its last use, so the prediction does, too."""
+        buckets. If the prediction is that the prompt does not return, prefixes that other prompts continue keep their
+        buckets, too. The age of a prefix counts from its last use, so the prediction does, too."""
         times = self.times
         now, path = times.advance(), self.counts.known(sequence, sequence.num_tokens // cache.layout.unit_tokens)
         if not path:
@@ -353,8 +361,10 @@ class Learning:
         since = path[-1].idle_since
         if in_s is not None and since:
             in_s += (now - since) / TICKS
-        bucket = times.bucket(category, in_s)
-        for counted in path:
+        bucket, own = times.bucket(category, in_s), path
+        if in_s == NEVER:
+            own = list(takewhile(lambda counted: counted.num_after < 1 + (counted is not path[-1]), reversed(path)))
+        for counted in own:
             if counted.idle_since == since and counted.bucket != bucket:
                 if since:
                     times.moved(counted.bucket, bucket, counted.stop - counted.start)

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -36,8 +35,10 @@ from numpy.typing import NDArray
 from .status import BucketStatistics
 
 NUM_CLASSES = 3
-MAX_BUCKETS = 160
-"""Buckets, the classes included. A new bucket takes the place of the bucket that was used least recently."""
+MAX_BUCKETS = 192
+"""Buckets, the classes included."""
+MAX_OF_CATEGORIES = 150
+"""Buckets of hints with a category. Once there are so many, new categories count as none."""
 NEVER = math.inf
 """The prediction that a prompt does not return."""
 PER_OCTAVE = 1.5
@@ -76,13 +77,17 @@ def bin_of(age: int) -> int:
     return bisect_right(ENDS, age)
 
 
+def _no_clock() -> None:
+    """Default of `ReturnTimes.clock_of`."""
+
+
 class ReturnTimes:
     """Counts returns by bucket and age, and computes the worth of blocks from them."""
 
     def __init__(self) -> None:
-        self.clock: Callable[[], float] | None = None
-        """Counts seconds. Without a clock, the time is the number of units that were requested so far: each counts as
-        one second."""
+        self.clock_of: Callable[[], Callable[[], float] | None] = _no_clock
+        """Returns the clock, which counts seconds: a runtime has one once it is entered. Without a clock, the time is
+        the number of units that were requested so far, and each counts as one second."""
         self.now = 1
         """The time of the last call of `advance`, in ticks. Never 0."""
         self.num_requests = 0
@@ -102,29 +107,21 @@ class ReturnTimes:
         plain = [1.0 / (1 + number) for number in range(NUM_BINS)]
         self.worth: list[list[float]] = [plain] * MAX_BUCKETS
         """By bucket and bin. At first this gives LRU order."""
-        self._numbers: OrderedDict[tuple[str, float | None], int] = OrderedDict()
-        """The bucket of a category and prediction; the least recently used first."""
+        self._numbers: dict[tuple[str, float | None], int] = {}
+        """The bucket of a category and prediction."""
 
     # -- buckets --------------------------------------------------------------------------------------------------
 
     def bucket(self, category: str, in_s: float | None) -> int:
         """The bucket of a hint. `in_s`: seconds from the last use to the predicted return; None: the hint predicts no
         time."""
-        key = (category, None if in_s is None else _octave(in_s))
-        numbers = self._numbers
-        found = numbers.get(key)
+        octave = None if in_s is None else _octave(in_s)
+        found = self._numbers.get((category, octave))
         if found is None:
-            if len(numbers) < MAX_BUCKETS - NUM_CLASSES:
-                found = NUM_CLASSES + len(numbers)
-            else:
-                found = numbers.popitem(last=False)[1]
-                self._asked[found] = 0.0
-                self._returned[found] = [0.0] * NUM_BINS
-                for _, asked in self._past:
-                    asked[found] = 0.0
-            numbers[key] = found
+            if category and len(self._numbers) >= MAX_OF_CATEGORIES:
+                return self.bucket("", in_s)
+            self._numbers[category, octave] = found = NUM_CLASSES + len(self._numbers)
             self.worth[found] = self.worth[0]
-        numbers.move_to_end(key)
         return found
 
     def statistics(self, unit_tokens: int) -> Iterator[BucketStatistics]:
@@ -151,8 +148,9 @@ class ReturnTimes:
 
     def advance(self) -> int:
         """Read the clock. Returns the time, which never goes back. No two calls return the same time."""
-        seconds = self._num_units if self.clock is None else self.clock()
-        self.now = now = max(self.now + 1, int(seconds * TICKS))
+        clock = self.clock_of()
+        seconds = self._num_units if clock is None else clock()
+        self.now = now = max(self.now + 1, int(seconds * TICKS) if math.isfinite(seconds) else 0)
         return now
 
     def returned(self, bucket: int, since: int, num_units: int) -> None:
@@ -167,7 +165,7 @@ class ReturnTimes:
 
     def moved(self, old: int, new: int, num_units: int) -> None:
         """Count idle units in another bucket, because of a hint about them."""
-        self._asked[old] -= num_units
+        self._asked[old] = max(0.0, self._asked[old] - num_units)  # those counts may count less by now
         self._asked[new] += num_units
 
     def counted(self) -> None:

@@ -38,7 +38,6 @@ import attrs
 
 from .._common.arguments import shown
 from .._common.hints import (
-    VERBS,
     DemoteHint,
     DoneHint,
     GivenHint,
@@ -48,6 +47,7 @@ from .._common.hints import (
     PinHint,
     PrefetchHint,
     ReturnsHint,
+    is_hint,
 )
 from .._common.prefix import TOKEN_BYTES, Prefix
 from .._common.tiers import BELOW, HIT_TIERS, Tier
@@ -163,7 +163,7 @@ class Hints(LedgerExtension):
         """Do what `hint` says about `prefix`, at the time `now`, by the same clock as the times that the caller passes
         to `lapse`. Launch the `plans` of the answer. Call `lapse` in time (`next_lapse`), because it ends pins."""
         sequence = self._ledger.sequence_of(prefix)
-        if type(hint) not in VERBS:
+        if not is_hint(hint):
             raise InvalidArgument("hint", f"must be a PinHint or another hint, got {shown(hint)}")
         now = check_time("now", now)
         self._given = [given for given in self._given if given.pin.state is PinState.HELD]
@@ -274,6 +274,8 @@ class Hints(LedgerExtension):
             pin = given.pin
             if not given.grows or pin.state is not PinState.HELD or pin.sequence.root != job.run.root:
                 continue
+            if not job.start <= pin.match.num_tokens // unit < job.stop:
+                continue  # it does not bring the next unit
             try:
                 pins = self._ledger.pins
                 self._check_share(pins, pin.sequence)

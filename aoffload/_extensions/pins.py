@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import insort
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -276,8 +276,7 @@ class Pins(LedgerExtension):
         self, hit: Hit, wishes: list[_Wish], among: Collection[Pin], max_share: float, argument: str
     ) -> None:
         for tier in self.cache.tiers:
-            leases = [lease for pin in among for lease in pin.leases if lease.tier is tier.tier]
-            kept = {part for lease in leases for part in pinned_parts(lease)}
+            kept = parts_under(lease for pin in among for lease in pin.leases if lease.tier is tier.tier)
             bound = int(tier.pool.num_blocks * max_share)
             num_kept = sum(len(part.blocks) for part in kept)
             added = self._num_added(hit, [wish for wish in wishes if wish.tier is tier.tier], kept)
@@ -297,6 +296,19 @@ class Pins(LedgerExtension):
                         before = wanted.get(part, range(first, stop))
                         wanted[part] = range(min(first, before.start), max(stop, before.stop))
         return sum(len(units) * part.width for part, units in wanted.items())
+
+
+def parts_under(leases: Iterable[Lease]) -> set[Part]:
+    """Every part that `leases`, all of one tier, pin. Walks a path that several leases share only once."""
+    found: set[Part] = set()
+    for lease in leases:
+        first_window = min(lease.starts[1:], default=lease.run.stop)
+        for run in lease.run.path():
+            parts = run.parts_in(lease.tier)
+            if parts[0] in found and run.stop <= first_window:
+                break  # so are all parts before it
+            found.update([part for part, start in zip(parts, lease.starts, strict=True) if run.start >= start])
+    return found
 
 
 def pinned_parts(lease: Lease) -> Iterator[Part]:

@@ -31,7 +31,7 @@ from typing import Any
 import attrs
 
 from .._common.prefix import Root
-from .._common.tiers import Tier
+from .._common.tiers import HIT_TIERS, Tier
 from .._config.quotas import Quotas
 from .._eviction.accounts import AccountOrder, Share
 from .._kernel.base import CacheBase
@@ -39,10 +39,11 @@ from .._kernel.events import Event
 from .._kernel.extension import Build, LedgerExtension
 from .._kernel.index import Hit
 from .._kernel.layout import Component
-from .._kernel.records import Job, LedgerRequest, Part, Run
+from .._kernel.records import Job, Lease, LedgerRequest, Part, Run
+from .._kernel.tokens import TokenSequence
 from .._tiers.write_rate import DailyBudget
 from ..errors import ConfigError, IntegrityError, OutOfBlocks
-from .pins import Pin, Pins, pinned_parts
+from .pins import Pin, Pins, parts_under
 
 TIERS = {Tier.HOST: "host", Tier.DISK: "disk"}
 """The tiers with quotas, and how their keys begin."""
@@ -230,12 +231,14 @@ class QuotaAccounts(LedgerExtension):
         if shares is None:
             return
         root = part.run.root
-        if part.tier is Tier.DISK and root.cache_salt is None and root.digest not in self._restored:
+        if root.weights_epoch is None and root.digest not in self._restored:  # read from a disk
             self._unknown.add(root.digest)
         shares[self.number_of(part.run)].num_cached += (part.stop - part.first - (stop - first)) * part.width
 
     def all_cleared(self, epoch: int) -> None:
         """See `BlockWatcher`."""
+        self._unknown.clear()
+        self._restored.clear()
         for shares in self._shares.values():
             for share in shares:
                 share.num_cached = 0
@@ -276,6 +279,10 @@ class QuotaAccounts(LedgerExtension):
     def on_admitted(self, request: LedgerRequest, parent: LedgerRequest | None) -> None:
         if self._unknown:
             self._recognise(request.sequence.root)
+
+    def on_sequence(self, sequence: TokenSequence) -> None:
+        if self._unknown:
+            self._recognise(sequence.root)
 
     def ask_take(self, tier: Tier, run: Run, component: Component, num_units: int) -> int:
         if tier not in self._shares:
@@ -382,7 +389,8 @@ def _seen(tier: Tier, share: Share) -> AccountTier:
 
 
 class QuotaPins(Pins):
-    """`Ledger.pins` with quotas: the pins of an account hold at most `Quota.pinned` of the host."""
+    """`Ledger.pins` with quotas: the pins of an account hold at most `Quota.pinned` of the host, and as much of the
+    device."""
 
     def __init__(self, accounts: QuotaAccounts) -> None:
         super().__init__()
@@ -394,20 +402,22 @@ class QuotaPins(Pins):
         super()._check_share(hit, wishes, among, max_share, argument)
         if not hit.path or (bound := self._accounts.max_pinned(hit.path[-1])) is None:
             return
-        kept = self._kept().get(self._accounts.number_of(hit.path[-1]), set())
-        num_kept = sum(len(part.blocks) for part in kept)
-        added = self._num_added(hit, [wish for wish in wishes if wish.tier is Tier.HOST], kept)
-        if num_kept + added > bound:
-            raise OutOfBlocks(added, max(0, bound - num_kept), retryable=added <= bound, argument="quotas")
+        number = self._accounts.number_of(hit.path[-1])
+        for tier in HIT_TIERS:
+            kept = self._kept(tier).get(number, set())
+            num_kept = sum(len(part.blocks) for part in kept)
+            added = self._num_added(hit, [wish for wish in wishes if wish.tier is tier], kept)
+            if num_kept + added > bound:
+                raise OutOfBlocks(added, max(0, bound - num_kept), retryable=added <= bound, argument="quotas")
 
-    def _kept(self) -> dict[int, set[Part]]:
-        """By account: the parts of the host that its pins hold."""
-        found: dict[int, set[Part]] = {}
+    def _kept(self, tier: Tier) -> dict[int, set[Part]]:
+        """By account: the parts of `tier` that its pins hold."""
+        leases: dict[int, list[Lease]] = {}
         for lease in self.report_leases():
-            if lease.tier is Tier.HOST:
-                found.setdefault(self._accounts.number_of(lease.run), set()).update(pinned_parts(lease))
-        return found
+            if lease.tier is tier:
+                leases.setdefault(self._accounts.number_of(lease.run), []).append(lease)
+        return {number: parts_under(own) for number, own in leases.items()}
 
     def num_pinned(self) -> dict[int, int]:
         """By account: the blocks of the host that its pins hold. Accounts without pins are left out."""
-        return {number: sum(len(part.blocks) for part in parts) for number, parts in self._kept().items()}
+        return {number: sum(len(part.blocks) for part in parts) for number, parts in self._kept(Tier.HOST).items()}

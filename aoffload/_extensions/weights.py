@@ -92,7 +92,7 @@ class Weights(LedgerExtension):
             if ledger.has_begun(request):
                 request.epoch = NoEpoch.ORPHANED
             else:
-                request.sequence = request.sequence.under(self.root_of(request.sequence.root))
+                self._put_under(request)
         ledger.match_all_again()
         self.num_changes += 1
         for call in self.when_changed:
@@ -103,8 +103,14 @@ class Weights(LedgerExtension):
     def begin_again(self, request: LedgerRequest) -> None:
         """Make `request`, which was matched before a change and has not begun, a request of the present epoch. The
         caller matches it again."""
-        request.sequence = request.sequence.under(self.root_of(request.sequence.root))
+        self._put_under(request)
         request.epoch = self._ledger.cache.epoch
+
+    def _put_under(self, request: LedgerRequest) -> None:
+        """Put the prompt of `request` under the root of the present epoch."""
+        request.sequence = request.sequence.under(self.root_of(request.sequence.root))
+        for hook in self._ledger.hooks.on_sequence:
+            hook(request.sequence)
 
     def is_findable(self, root: Root) -> bool:
         """Whether requests of the present epoch may find KV under `root`. The keys of a root that was read from a disk

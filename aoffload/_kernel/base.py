@@ -265,7 +265,10 @@ class CacheBase:
         """The tokens of `prefix`, in units of the layout. Refuses a call from inside a hook."""
         if self.hooks.calling:
             self.hooks.refuse_verb()
-        return self.new_sequence(check_type("prefix", prefix, Prefix), self.layout.unit_tokens)
+        sequence = self.new_sequence(check_type("prefix", prefix, Prefix), self.layout.unit_tokens)
+        for hook in self.hooks.on_sequence:
+            hook(sequence)
+        return sequence
 
     # -- admission ------------------------------------------------------------------------------------------------
 

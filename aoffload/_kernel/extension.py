@@ -109,6 +109,9 @@ class LedgerExtension:
     def on_step(self, request: LedgerRequest) -> None:
         """A step with `request` begins."""
 
+    def on_sequence(self, sequence: TokenSequence) -> None:
+        """A verb other than `admit` is about `sequence`, and has not looked at the index yet."""
+
     # -- blocks ---------------------------------------------------------------------------------------------------
 
     def on_job_settled(self, job: Job) -> None:

@@ -30,8 +30,8 @@ class Hooks:
         "ask_admit", "ask_blocks", "ask_commit", "ask_deferred", "ask_first_wrong", "ask_former_readers",
         "ask_load_stop", "ask_next_lapse", "ask_store_stop", "ask_take", "calling", "error", "fail", "on_admitted",
         "on_allocated", "on_finishing", "on_invalidated", "on_job_settled", "on_lapse", "on_leaving", "on_load_over",
-        "on_matched", "on_published", "on_released", "on_reset", "on_resetting", "on_step", "on_withdrawn",
-        "report_blocks", "report_error", "report_job", "report_leases", "report_requests",
+        "on_matched", "on_published", "on_released", "on_reset", "on_resetting", "on_sequence", "on_step",
+        "on_withdrawn", "report_blocks", "report_error", "report_job", "report_leases", "report_requests",
     )  # fmt: skip
 
     def __init__(self, fail: Callable[[], object]) -> None:
@@ -48,6 +48,7 @@ class Hooks:
         self.on_leaving: tuple[Callable[[LedgerRequest, bool], object], ...] = _NOTHING
         self.on_released: tuple[Callable[[LedgerRequest], object], ...] = _NOTHING
         self.on_step: tuple[Callable[[LedgerRequest], object], ...] = _NOTHING
+        self.on_sequence: tuple[Callable[[TokenSequence], object], ...] = _NOTHING
         self.on_job_settled: tuple[Callable[[Job], object], ...] = _NOTHING
         self.on_withdrawn: tuple[Callable[[], object], ...] = _NOTHING
         self.on_invalidated: tuple[Callable[[TokenSequence, int, int], list[Job]], ...] = _NOTHING

@@ -32,7 +32,6 @@ import attrs
 
 from .._common.arguments import number_of, shown
 from .._common.hints import (
-    VERBS,
     DemoteHint,
     DoneHint,
     GivenHint,
@@ -41,6 +40,7 @@ from .._common.hints import (
     PinHint,
     PrefetchHint,
     ReturnsHint,
+    is_hint,
     read_hints,
 )
 from .._common.prefix import Identity, Prefix, TokenIds
@@ -375,7 +375,7 @@ class RuntimeHints(Handle):
         """Do what `given` says about a prompt: a hint such as `PinHint(60)`, or the payload of a client, which may be
         any object. An action of a payload that cannot be read is rejected with a reason, and raises nothing."""
         prefix = self._session.prefix("hints.apply", token_ids, identity)
-        actions = [GivenHint.of(given)] if type(given) in VERBS else read_hints(given)  # type: ignore[arg-type]
+        actions = [GivenHint.of(given)] if is_hint(given) else read_hints(given)
         return self._apply(prefix, actions)
 
     def _give(self, call: str, token_ids: TokenIds, identity: Identity, hint: Hint) -> HintAnswer:

@@ -83,7 +83,7 @@ class Traffic:
     def __init__(self) -> None:
         self.clock = Clock()
         self.times = ReturnTimes()
-        self.times.clock = self.clock
+        self.times.clock_of = lambda: self.clock
         self.returns: dict[int, tuple[int, int]] = {}
         """By second: the bucket and the time of what returns then."""
 
@@ -155,14 +155,14 @@ def test_what_is_counted_stays_small_and_fades() -> None:
 
 
 def test_buckets_are_bounded() -> None:
-    """A client that names a new category with each hint uses up no memory: the bucket used least recently is taken, and
-    its counts go."""
+    """A client that names a new category with each hint uses up no memory and takes no bucket from others: from some
+    number on, new categories count as none."""
     times = ReturnTimes()
     first = times.bucket("first", None)
-    times.idle(first, 7)
-    for number in range(3 * MAX_BUCKETS):
-        assert NUM_CLASSES <= times.bucket(f"category {number}", None) < MAX_BUCKETS
-    assert not times._asked[first] and len(times._numbers) == MAX_BUCKETS - NUM_CLASSES
+    found = {times.bucket(f"category {number}", 2.0 ** (number % 40)) for number in range(3 * MAX_BUCKETS)}
+    assert max(found) < MAX_BUCKETS and times.bucket("first", None) == first
+    assert times.bucket("one more", 7.0) == times.bucket("", 7.0)
+    assert len({times.bucket("", 2.0**octave) for octave in range(-10, 40)}) > 20
 
 
 def test_without_a_clock_the_time_is_the_number_of_units() -> None:
@@ -170,8 +170,10 @@ def test_without_a_clock_the_time_is_the_number_of_units() -> None:
     times = ReturnTimes()
     times.idle(0, 50)
     assert times.advance() == 50 * TICKS
-    times.clock = lambda: 3.0
-    assert times.advance() == 50 * TICKS + 1
+    for seconds in (3.0, math.nan, math.inf, -math.inf):
+        times.clock_of = lambda seconds=seconds: lambda: seconds  # type: ignore[misc]
+        before = times.now
+        assert times.advance() == before + 1
 
 
 # -- idle paths ---------------------------------------------------------------------------------------------------
@@ -390,6 +392,43 @@ def test_a_hint_is_about_its_own_path() -> None:
     assert changed and all(part.run.start == 2 and part.run.root == Root("test") for part in changed)
 
 
+def test_what_many_prompts_begin_with_is_not_done() -> None:
+    """If one session is over, the system prompt that others continue keeps its bucket."""
+    driven = learned(num_device=16, num_host=24, clock=Clock())
+    shared = prompt(7, 8)
+    ours, theirs = [*shared, *prompt(8, 9)], [*shared, *prompt(9, 9)]
+    driven.serve(theirs)
+    driven.serve(ours)
+    driven.ledger.eviction.done(driven.prefix(ours))
+    never = driven.ledger.eviction.learning.times.bucket("", NEVER)
+    assert {part.run.start: part.rank == never for part in host_order(driven) if part.run.start < 2} == {0: False}
+    assert sum(part.rank == never for part in host_order(driven)) == 1
+    driven.ledger.eviction.done(driven.prefix(shared))
+    assert sum(part.rank == never for part in host_order(driven)) == 1
+
+
+def test_moved_counts_are_never_negative() -> None:
+    """A hint about a prompt that became idle long ago takes no more from its old bucket than is there."""
+    traffic = Traffic()
+    times = traffic.run(20_000, lambda _: (0, None))
+    times.moved(0, times.bucket("", NEVER), 10**6)
+    assert times._asked[0] == 0.0
+
+
+def test_a_request_of_other_weights_is_idle_under_its_new_root() -> None:
+    """A request that has not begun to compute gets another root if the weights change. At its end, the prompt is idle
+    under that root, and hints about it are about cached blocks."""
+    driven = learned(num_device=8, num_host=16, clock=Clock())
+    request = driven.admit(A)
+    driven.ledger.weights.set("step-2")
+    driven.ledger.allocate_nowait(request)
+    driven.land(driven.ledger.plan_load(request))
+    driven.land(driven.commit(request))
+    driven.land(driven.release(request))
+    assert driven.ledger.eviction.returns(driven.prefix(A), in_s=5.0) == 16
+    assert all(counted.idle_since for counted in driven.ledger.eviction.learning.counts._runs.values())
+
+
 def test_a_hint_never_pins() -> None:
     """Where only such blocks could make room, they go."""
     driven = learned(num_device=8, num_host=8, device=True, clock=Clock())
@@ -581,6 +620,9 @@ def test_a_path_is_continued_or_walked_again(seed: int) -> None:
                 counted.used(now)
             counts.trim()
         found = counts.path_from(path, sequence, len(tokens))
+        counts.known(TokenSequence(Prefix.of(Root(""), rng.choice(prompts)), 1), 3)
+        order = {counted: place for place, counted in enumerate(counts._runs.values())}
+        assert all(order[counted.before] > place for counted, place in order.items() if counted.before in order)
         assert [counted.start for counted in found[1:]] == [counted.stop for counted in found[:-1]]
         assert found[0].start == 0 and found[-1].stop == len(tokens)
         assert b"".join(bytes(counted.tokens) for counted in found) == bytes(sequence.shared_stretch(0, len(tokens)))
