@@ -364,7 +364,8 @@ class RuntimeHints(Handle):
     def returns(
         self, token_ids: TokenIds, *, in_s: float | None = None, category: str = "", **identity: Unpack[Identity]
     ) -> HintAnswer:
-        """Say that a prompt will be requested again, in `in_s` seconds. Needs learned eviction."""
+        """Predict that a prompt is requested again in about `in_s` seconds or, without a time, as prompts of `category`
+        are. Needs learned eviction."""
         return self._give("hints.returns", token_ids, identity, ReturnsHint(in_s, category))
 
     def done(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> HintAnswer:
