@@ -95,8 +95,7 @@ WEIGHTS_MUTANTS = (
     Mutant(
         "weights: a request that is matched again keeps its root",
         WEIGHTS,
-        "        request.sequence = request.sequence.under(self.root_of(request.sequence.root))\n"
-        "        request.epoch = self._ledger.cache.epoch\n",
+        "        self._put_under(request)\n        request.epoch = self._ledger.cache.epoch\n",
         "        request.epoch = self._ledger.cache.epoch\n",
         _UNFINDABLE,
         test=TESTS + "test_a_host_cache_finds_nothing_of_another_epoch",

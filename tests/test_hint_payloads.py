@@ -40,6 +40,7 @@ def action(kind: Any, payload: Any = None, **more: Any) -> dict[str, Any]:
         ("returns", {"in_s": 2.5, "category": "shell"}, ReturnsHint(2.5, "shell")),
         ("returns", None, ReturnsHint()),
         ("retain", {"duration_s": 60}, ReturnsHint(60)),
+        ("retain", {"in_s": None, "duration_s": 60}, ReturnsHint(60)),
         ("done", {"in_s": "never"}, DoneHint()),
     ],
 )
@@ -48,6 +49,31 @@ def test_each_verb_is_read(kind: str, payload: Any, hint: Any) -> None:
     one = action(kind, payload)
     envelope = {"protocol_version": "1", "message_id": "m", "actions": [one]}
     assert read_hints(envelope) == read_hints([one]) == read_hints(one) == [GivenHint.of(hint, "a")]
+
+
+def test_null_is_no_field() -> None:
+    """Many programs write fields that have no value as null."""
+    one = {"action_id": "a", "action_type": "done", "action_version": None, "payload": None}
+    for payload in ({"protocol_version": None, "message_id": None, "actions": [one]}, {**one, "actions": None}):
+        assert read_hints(payload) == [GivenHint.of(DoneHint(), "a")]
+
+
+def test_a_key_of_another_class_is_never_compared() -> None:
+    """Nor is a class with a metaclass of its own."""
+
+    class Key(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError("compared")
+
+        __hash__ = str.__hash__
+
+    for payload in ({Key("actions"): []}, {Key("action_type"): "done"}, action("pin", {Key("ttl_s"): 5})):
+        (given,) = read_hints(payload)
+        assert given.hint is None
+    (given,) = read_hints({str(number): 1 for number in range(10**5)})
+    assert given.reason is HintReason.MALFORMED
 
 
 @pytest.mark.parametrize("number", range(len(BAD_VALUES)))

@@ -148,8 +148,6 @@ def is_hint(value: object) -> TypeGuard[Hint]:
     return any(type(value) is kind for kind in VERBS)
 
 
-
-
 @attrs.frozen
 class GivenHint:
     """One action of a payload: a hint, or the reason why it is none."""

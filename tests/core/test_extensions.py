@@ -103,6 +103,7 @@ class Scenes:
         yield self.step
         yield self.corrupt
         yield self.invalidated
+        yield lambda: self.ledger.pins.release(self.ledger.pins.hold(Driven.prefix(A)))
         yield self.queue
         yield lambda: self.ledger.lapse(1.0)
         yield lambda: (self.ledger.next_lapse, self.ledger.lapse(2.0))
@@ -167,6 +168,7 @@ class EngineScenes:
         yield self.load
         yield self.corrupt
         yield self.invalidated
+        yield lambda: self.ledger.pins.release(self.ledger.pins.hold(Driven.prefix(A)))
         yield lambda: self.ledger.lapse(1.0)
         yield lambda: (self.ledger.next_lapse, self.ledger.lapse(2.0))
         yield lambda: self.ledger.reset(Tier.HOST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -381,12 +382,16 @@ def test_returns_needs_eviction_that_learns() -> None:
         _ = driven.ledger.eviction
 
 
-def test_returns_spares_a_prompt_until_then() -> None:
-    """As `eviction.hint` does."""
+def test_returns_is_a_prediction_for_learned_eviction() -> None:
+    """As `eviction.returns` and `eviction.done` are."""
     driven = Driven(40, 40, eviction="learned")
     driven.serve(A)
     assert give(driven, A, ReturnsHint(5, "shell"), now=2.0) == (ACCEPTED, NONE, 16)
-    assert (driven.ledger.statistics().num_hints, driven.ledger.next_lapse) == (1, 7.0)
+    (found,) = driven.ledger.statistics().eviction.buckets
+    assert (found.category, found.num_tokens) == ("shell", 16)
+    assert give(driven, A, DoneHint()) == (ACCEPTED, NONE, 16)
+    (found,) = driven.ledger.statistics().eviction.buckets
+    assert found.predicted_s == math.inf
     assert give(driven, B, ReturnsHint()) == (REJECTED, HintReason.NOTHING_CACHED, 0)
 
 

@@ -619,8 +619,8 @@ def test_a_path_is_continued_or_walked_again(seed: int) -> None:
             for counted in counts.path(TokenSequence(Prefix.of(Root(""), other), 1), 0, len(other)):
                 counted.used(now)
             counts.trim()
-        found = counts.path_from(path, sequence, len(tokens))
         counts.known(TokenSequence(Prefix.of(Root(""), rng.choice(prompts)), 1), 3)
+        found = counts.path_from(path, sequence, len(tokens))
         order = {counted: place for place, counted in enumerate(counts._runs.values())}
         assert all(order[counted.before] > place for counted, place in order.items() if counted.before in order)
         assert [counted.start for counted in found[1:]] == [counted.stop for counted in found[:-1]]

@@ -323,8 +323,9 @@ def test_daily_writes_are_for_each_tenant() -> None:
     assert of(disk, "1", Tier.DISK).num_blocks == 8
 
 
-def test_restored_blocks_move_to_their_tenant_with_its_first_request() -> None:
-    """The disk knows only the digest of a root. A request with that root tells whose blocks they are."""
+def test_restored_blocks_move_to_their_tenant_with_its_first_call() -> None:
+    """The disk knows only the digest of a root. A request, a fetch, a pin or a hint with that root tells whose blocks
+    they are, so that none of them takes more than the tenant may have."""
     disk, records, both = Disk(64, 64), Records(), quotas(Quota(disk_floor=4, host_floor=4))
     disk.on_host_only(units(4), root=ANNA)
     disk.on_host_only(units(4, 2), root=CARL)
@@ -334,17 +335,24 @@ def test_restored_blocks_move_to_their_tenant_with_its_first_request() -> None:
         after.ledger.disk.restore(run)
     assert (of(after, "default", Tier.DISK).num_blocks, of(after, "1", Tier.DISK).num_blocks) == (8, 0)
     fetch = after.ledger.fetches.fetch(Prefix.of(ANNA, units(4)))
-    after.land(fetch.plans[:1])
-    request = after.admit(units(4), root=ANNA)
     assert (of(after, "default", Tier.DISK).num_blocks, of(after, "1", Tier.DISK).num_blocks) == (4, 4)
-    after.land(fetch.plans[1:])
-    after.release(request)
+    after.land(fetch.plans)
+    after.release(after.admit(units(4), root=ANNA))
     assert of(after, "1").num_blocks == 4 and of(after, "default").num_blocks == 0
     for name in range(10, 30):
         after.on_host_only(units(3, name), root=BERT)
         after.land(after.write_behind())
     after.ledger.check_integrity()
     assert of(after, "1", Tier.DISK).num_blocks == 4 and of(after, "1").num_blocks == 4
+
+
+def test_roots_that_nothing_was_restored_for_take_no_memory() -> None:
+    """Only a root that was read from a disk is unknown. Adapters without a salt are not."""
+    disk = Disk(64, 16, 8, quotas=quotas(Quota(disk_floor=4)))
+    for number in range(20):
+        disk.on_host_only(units(2), root=Root("test", None, f"adapter {number}"))
+        disk.land(disk.write_behind())
+    assert not disk.ledger.quotas._unknown
 
 
 def test_restored_blocks_of_several_tenants_go_first_in_their_order() -> None:

@@ -51,6 +51,19 @@ async def test_a_pin_ends_by_itself() -> None:
         await assert_at_rest(runtime)
 
 
+async def test_predicted_seconds_are_those_of_the_runtime() -> None:
+    """Learned eviction measures by the clock of the runtime, which the ledger has once the runtime is entered."""
+    async with scripted(num_host_blocks=16, eviction="learned") as (engine, _):
+        runtime = engine.runtime
+        for _ in range(5):
+            await engine.serve(A)
+            assert runtime.hints.returns(A, in_s=20.0, category="tool").num_tokens == 8
+            await anyio.sleep(20)
+        (found,) = [each for each in runtime.statistics().eviction.buckets if each.category == "tool"]
+        assert found.returned > 0.7 and found.median_s == pytest.approx(20, rel=0.3)
+        assert found.predicted_s == pytest.approx(20, rel=0.3)
+
+
 async def test_a_shorter_pin_ends_first() -> None:
     """The later pin of the same prompt counts, and the runtime wakes up for it."""
     async with scripted(num_host_blocks=16, max_hint_pin_s=1000) as (engine, _):
