@@ -387,7 +387,7 @@ def test_a_hint_is_about_its_own_path() -> None:
     driven.serve(theirs)
     driven.serve(ours, root=Root("test", "other"))
     before = {part: part.rank for part in host_order(driven)}
-    assert driven.ledger.eviction.done(driven.prefix(ours)) == 16
+    assert driven.ledger.eviction.returns(driven.prefix(ours), in_s=9.0) == 16
     changed = [part for part in host_order(driven) if before.get(part) != part.rank]
     assert changed and all(part.run.start == 2 and part.run.root == Root("test") for part in changed)
 
