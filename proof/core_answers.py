@@ -21,9 +21,21 @@ from typing import Any
 
 import aoffload
 import aoffload.ledger as public
-from aoffload import Ledger
+from aoffload import Ledger, Tier
 from aoffload._kernel.extension import HOOKS
-from aoffload.ledger import Completion, LedgerExtension, Outcome, Prefix, is_compiled
+from aoffload.ledger import (
+    Completion,
+    DoneHint,
+    GivenHint,
+    HintAnswer,
+    HintOutcome,
+    HintVerb,
+    LedgerExtension,
+    Outcome,
+    PinHint,
+    Prefix,
+    is_compiled,
+)
 from proof.core_ledgers import LEDGERS, ODD_VALUES, ROOT, SITUATIONS, TOKENS, outcome_of
 from proof.core_plugins import plug_ins
 from proof.programs.state_digest import state_digest
@@ -103,6 +115,10 @@ def usual(name: str, ledger: Ledger, record: Any) -> Any:
         "epoch": "step-7", "max_blocks": 9, "is_wanted": bool, "num_remote_tokens": 0, "watcher": None,
         "waiter": record.waiter, "completion": Completion(0, Outcome.LANDED, 1), "plans": [], "pin": None,
         "transfer": None, "run": None, "readers": (), "wakes": (), "commits": [(record, 40, ())],
+        "hint": PinHint(3.0), "given": [GivenHint.of(DoneHint())],
+        "answer": HintAnswer(HintVerb.PIN, HintOutcome.ACCEPTED),
+        "sequence": record.sequence, "among": [], "max_share": 0.5, "argument": "max_pinned_share", "tier": Tier.HOST,
+        "number": 0, "part": None, "first": 0, "stop": 1,
     }  # fmt: skip
     return values[name]
 

@@ -41,6 +41,8 @@ OTHERS: dict[str, Any] = {
     "slow_step_s": 6.0,
     "pending_timeout_s": 4.0,
     "max_pinned_share": 0.1,
+    "max_hint_pinned_share": 0.1,
+    "max_hint_pin_s": 60.0,
     "max_prefetch_share": 0.2,
     "max_fetch_share": 0.15,
     "max_quarantined_share": 0.3,

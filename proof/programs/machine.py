@@ -16,7 +16,6 @@ from aoffload._common.prefix import Prefix, Root
 from aoffload._common.tiers import Tier
 from aoffload._extensions.pins import PinState, pinned_parts
 from aoffload._kernel.records import Run
-from aoffload._kernel.tokens import TokenSequence
 from aoffload.errors import AoffloadError
 from aoffload.ledger import DemoteHint, DoneHint, HintOutcome, PinHint, PrefetchHint, ReturnsHint
 from aoffload.testing.violations import Violation
@@ -159,11 +158,12 @@ class Machine(RemoteCalls):
     ) -> str:
         """Its pins stay within their share and their time, and it touches nothing under another root."""
         prefix, hints = Prefix.of(Root("programs", salt), tokens), self.ledger.hints
-        before = self._of_others(prefix.root)
+        sequence = self.ledger.sequence_of(prefix)  # under the root of the weights' epoch
+        before = self._of_others(sequence.root)
         may_grant = self.HOOKS_CHANGE or self.ledger.num_waiting > 0
         answer = hints.apply(prefix, hint_of(verb, ttl_s), now)
         self.take(answer.plans)
-        after, may_evict = self._of_others(prefix.root), verb in ("prefetch", "demote")
+        after, may_evict = self._of_others(sequence.root), verb in ("prefetch", "demote")
         is_alone = all(after.get(run, refs) == refs for run, refs in before.items()) if may_evict else after == before
         self._require(may_grant or is_alone, "a hint is about its own prompt", answer)
         self._require(0 <= answer.num_tokens <= len(tokens), "a hint is about its own prompt", answer)
@@ -173,7 +173,7 @@ class Machine(RemoteCalls):
             self._within_share()
             self._note("client pin", True)
         if verb == "done":
-            prompt = hints._digest(TokenSequence(prefix, self.unit))
+            prompt = hints._digest(sequence)
             held = [given.pin for given in hints._given if given.prompt == prompt]
             self._require(not held, "what is done is pinned no more", held)
         self._note("client hint", True)
