@@ -86,6 +86,8 @@ class Engine:
         )  # the null block is nobody's
         self.times: HookTimes | None = None
         """Set: the time that every step spends in hooks of the connector."""
+        self.params: dict[str, Any] = {}
+        """The `kv_transfer_params` of the answers, by request id."""
         self._expected: set[str] = set()
         self._scheduled_now = 0
         self._count_steps()
@@ -148,13 +150,19 @@ class Engine:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def submit(
-        self, prompts: Mapping[str, Sequence[int]], num_new_tokens: int = NUM_NEW_TOKENS, lora: Any = None
+        self,
+        prompts: Mapping[str, Sequence[int]],
+        num_new_tokens: int = NUM_NEW_TOKENS,
+        lora: Any = None,
+        params: Mapping[str, Any] | None = None,
     ) -> None:
+        """`params`: the `kv_transfer_params` of the requests that have some."""
         from vllm import SamplingParams
 
         for name, prompt in prompts.items():
+            more = {} if params is None or name not in params else {"kv_transfer_params": params[name]}
             how = SamplingParams(
-                temperature=0, max_tokens=num_new_tokens, logprobs=0, detokenize=False, ignore_eos=True
+                temperature=0, max_tokens=num_new_tokens, logprobs=0, detokenize=False, ignore_eos=True, extra_args=more
             )
             self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, how, lora_request=lora)
             self._expected.add(name)
@@ -169,6 +177,7 @@ class Engine:
         for output in outputs:
             if output.finished:
                 self.served.answers[output.request_id] = _answer(output)
+                self.params[output.request_id] = output.kv_transfer_params
                 self._expected.discard(output.request_id)
                 found.append(output.request_id)
         return found

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections import Counter
+from typing import Any
 
 from aoffload import Tier
 from benchmarks.redis_servers import NoServerError, RedisServer
+from proof.attacks.payloads import hostile
 
 from .bench import OUT, Bench, Scenario, run_part
 from .engines import Engine
@@ -301,6 +304,52 @@ def weights(bench: Bench) -> Row:
     )
 
 
+def hints(bench: Bench) -> Row:
+    """Each request carries hints, good ones or what JSON can say of bad ones, as clients send them over HTTP. Each is
+    answered in the response, and no request fails."""
+    rng, num_good, unanswered, most = random.Random(35), 0, list[str](), 0
+    with bench.engine(SMALL_POOL, ours_with(eviction="learned", max_hint_pinned_share=0.2)) as engine:
+        ledger = engine.connector.ledger
+        for turn in range(LAST_TURN + 1):
+            prompts, params = bench.turn(turn), dict[str, Any]()
+            for name in prompts:
+                verb, values = rng.choice((
+                    ("pin", {"ttl_s": 60}), ("returns", {"in_s": 5, "category": "shell"}), ("prefetch", {}),
+                    ("demote", {}), ("done", {}),
+                ))  # fmt: skip
+                good = [{"action_id": name, "action_type": verb, "action_version": "1", "payload": values}]
+                params[name] = {"kv_hints": good if rng.random() < 0.5 else _of_json(rng)}
+            engine.submit(prompts, bench.talks.num_new_tokens, params=params)
+            engine.finish()
+            for name in prompts:
+                answers = (engine.params[name] or {}).get("kv_hints", [])
+                given = params[name]["kv_hints"]
+                is_good = isinstance(given, list) and bool(given)
+                num_good += len(answers)
+                if is_good and not answers:
+                    unanswered.append(name)
+            most = max(most, sum(pin.match.num_tokens for pin in ledger.hints.pins))
+        found = ledger.statistics()
+        ledger.pins.drop()
+        served = engine.rest()
+    about = "every request carries hints, half of them bad"
+    row = bench.judge(about, served, f"{num_good} answers, {most:,} tokens pinned at most")
+    total = 0 if found.hints is None else sum(found.hints.answers.values())
+    return row.missed(
+        f"{unanswered} were not answered" if unanswered else "",
+        "" if total >= num_good > 0 else f"{total} answers counted, {num_good} given",
+    )
+
+
+def _of_json(rng: random.Random) -> Any:
+    """What a hostile client can send as JSON."""
+    while True:
+        try:
+            return json.loads(json.dumps(hostile(rng), allow_nan=False))
+        except Exception:  # noqa: BLE001 - objects that raise at every use, which no client can send
+            continue
+
+
 SCENARIOS = (
     Scenario("without offload", without),
     Scenario("peer", peer),
@@ -319,6 +368,7 @@ SCENARIOS = (
     Scenario("remote", remote, is_short=True),
     Scenario("chosen", chosen, is_short=True),
     Scenario("weights", weights, is_short=True),
+    Scenario("hints", hints, is_short=True),
 )
 
 if __name__ == "__main__":
