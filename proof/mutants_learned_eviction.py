@@ -149,8 +149,8 @@ LEARNED_EVICTION_MUTANTS: tuple[Mutant, ...] = (
         "the_last_use_rules_where_it_hits_more",
         "a guard that never gives way",
         ORDER,
-        "        self.is_learned = self.learned_hits > self.last_used_hits * (1.0 if was_learned else 1 + LEAD)\n",
-        "        self.is_learned = was_learned or self.learned_hits > self.last_used_hits * (1 + LEAD)\n",
+        "        self.is_learned = self.learned_hits > hits + lead\n",
+        "        self.is_learned = was_learned or self.learned_hits > hits + lead\n",
         "what was learned is never worse than the last use",
     ),
     _met_by(

@@ -46,7 +46,8 @@ class Quota:
 
     While an account above its floor has an evictable block, no block of an account at or below its floor is evicted.
     A floor is a preference of the eviction order, and reserves nothing: blocks that other requests hold cannot be
-    evicted. At its ceiling, an account replaces its own oldest blocks. If none of them is evictable, the store is cut.
+    evicted. At its ceiling, an account evicts its own blocks first. If none of them is
+    evictable, the store is cut.
     `pinned` bounds the host memory that pins of the account hold. `daily_writes` bounds the bytes that are written to
     the disk for it within any 24 hours.
     """

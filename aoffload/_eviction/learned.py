@@ -37,8 +37,11 @@ from .status import EvictionRule, EvictionStatistics, EvictionSwitched, TierEvic
 
 KEPT = 0.5 ** (1 / 1000)
 """Hits of the simulated caches are multiplied by this at each request, so a hit counts half after 1000 requests."""
-LEAD = 0.01
-"""The share by which the learned order must have more hits than LRU before the tier uses it."""
+LEAD = 0.02
+"""The share of its hits by which the learned order must have more hits than LRU before the tier uses it. Where most
+requests hit, it counts as `FEWER_MISSES`."""
+FEWER_MISSES = 0.1
+"""The share of the misses of LRU that the learned order must hit before the tier uses it, where these are few."""
 
 
 class Shadow:
@@ -176,8 +179,8 @@ class Guard:
     def __init__(self, times: ReturnTimes, capacity: int) -> None:
         self.learned, self.last_used = LearnedShadow(capacity, times), Shadow(capacity)
         self.shadows: tuple[Shadow, Shadow] = (self.learned, self.last_used)
-        self.learned_hits = self.last_used_hits = 0.0
-        """Hits of both simulated caches. Older hits count less."""
+        self.learned_hits = self.last_used_hits = self._asked = 0.0
+        """Hits of both simulated caches, and requested units. Older ones count less."""
         self.is_learned = False
 
     def began(self, path: Sequence[CountedRun]) -> bool:
@@ -185,8 +188,11 @@ class Guard:
         keep = KEPT
         self.learned_hits = self.learned_hits * keep + self.learned.num_hits(path)
         self.last_used_hits = self.last_used_hits * keep + self.last_used.num_hits(path)
-        was_learned = self.is_learned
-        self.is_learned = self.learned_hits > self.last_used_hits * (1.0 if was_learned else 1 + LEAD)
+        self._asked = self._asked * keep + path[-1].stop
+        was_learned, hits, lead = self.is_learned, self.last_used_hits, 0.0
+        if not was_learned:
+            lead = min(LEAD * hits, FEWER_MISSES * (self._asked - hits))
+        self.is_learned = self.learned_hits > hits + lead
         return self.is_learned is not was_learned
 
 

@@ -18,9 +18,9 @@ the counts of their buckets, and later predictions of these buckets are believed
 yet count, too: they have reached all bins up to their age.
 
 From the counts follows, for a block of some bucket and age, the probability that it returns by each later age, and the
-expected time that it takes up space until then. Its *worth* is the largest quotient of the two: the hits that a block
-of space brings per second if it keeps this block as long as that pays. With a prediction the worth rises up to about
-the predicted time, and falls after it.
+expected time that it takes up space until then. Its *worth* is the largest quotient of the two: the hits per second of
+one block of space, if the cache keeps the block for the best time. With a prediction the worth rises up to about the
+predicted time, and falls after it.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class EvictionStatistics:
 
     def __str__(self) -> str:
         ruled = ", ".join(f"{each.tier.name.lower()} by {_RULES[each.rule]}" for each in self.tiers)
-        return f"eviction: {ruled}, as the guard has it"
+        return f"eviction: {ruled}, chosen by the guard"
 
     @property
     def learned(self) -> tuple[Tier, ...]:

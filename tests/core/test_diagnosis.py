@@ -69,7 +69,7 @@ def test_an_eviction_that_is_not_the_default_has_a_line() -> None:
     driven = Timed(8, 8, eviction=LearnedEviction(device=True))
     driven.serve(prompt(1, 8))
     (found,) = [line for line in driven.ledger.explain().splitlines() if line.startswith("eviction")]
-    assert found == "eviction: host by the last use, device by the last use, as the guard has it"
+    assert found == "eviction: host by the last use, device by the last use, chosen by the guard"
 
     assert "eviction" not in Timed(8).ledger.explain()
     own = Timed(8, eviction=Own).ledger.explain()

@@ -548,7 +548,7 @@ class Heard:
 def hit_lately(driven: Driven, by_learned: float, last_use: float) -> None:
     """So often, in the simulated caches of the host's guard."""
     guard = driven.ledger.eviction.learning.guards[Tier.HOST]
-    guard.learned_hits, guard.last_used_hits = by_learned, last_use
+    guard.learned_hits, guard.last_used_hits, guard._asked = by_learned, last_use, 1e6
 
 
 def test_a_switch_of_the_ruling_order_is_told_once_and_evictions_are_counted_by_it() -> None:
@@ -558,7 +558,7 @@ def test_a_switch_of_the_ruling_order_is_told_once_and_evictions_are_counted_by_
     found = driven.ledger.statistics().eviction
     assert found is not None and found.tiers[0].rule is EvictionRule.LRU and not found.num_remembered_runs
     assert not found.buckets
-    for first, hits in ((0, (100.0, 100.0)), (16, (102.0, 100.0)), (32, (90.0, 100.0))):
+    for first, hits in ((0, (100.0, 100.0)), (16, (104.0, 100.0)), (32, (90.0, 100.0))):
         hit_lately(driven, *hits)
         for name in range(first, first + 16):
             driven.serve(prompt(name, 65))
