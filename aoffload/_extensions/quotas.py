@@ -342,7 +342,9 @@ class QuotaAccounts(LedgerExtension):
                 loser.num_evicted += num_units * part.width
 
     def _evict(self, part: Part, num_units: int) -> None:
-        self._cache.tiers[part.tier].evict(part, num_units)
+        blocks = self._cache.tiers[part.tier]
+        blocks.trim(part, num_units)
+        blocks.num_evicted += num_units * part.width
         self._cache.tidy(part.run)
 
     # -- reports --------------------------------------------------------------------------------------------------

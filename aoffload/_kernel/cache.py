@@ -463,7 +463,9 @@ class PrefixCache:
         while (short := num_blocks - blocks.pool.num_free) > 0:
             part = blocks.order.oldest()
             assert part is not None, "more blocks than `num_available`"
-            blocks.evict(part, min(-(-short // part.width), part.stop - part.first))
+            num_units = min(-(-short // part.width), part.stop - part.first)
+            blocks.trim(part, num_units)
+            blocks.num_evicted += num_units * part.width
             self.tidy(part.run)
         return blocks.pool.take(num_blocks)
 

@@ -282,12 +282,6 @@ class TierBlocks:
             self.order.remove(part)
         self.pool.give(freed)
 
-    def evict(self, part: Part, num_units: int) -> None:
-        """Free the blocks of the last `num_units` of an unpinned part, because others need the blocks. The caller
-        tidies the run."""
-        self.trim(part, num_units)
-        self.num_evicted += num_units * part.width
-
     def quarantine(self, block_ids: array[int]) -> None:
         self.num_quarantined += len(block_ids)
 
