@@ -66,10 +66,11 @@ FOR_EXTENSIONS = {
 """Calls of a ledger that its extensions make."""
 FOR_HANDLES = {
     "invalidation": {"forget", "has_read", "keep", "remember"},
-    "pins": {"end_all"},
+    "pins": {"check_share", "end_all", "grow"},
     "preemption": {"may_preempt"},
     "reports": {"fetching", "oldest_by_state", "oldest_step_s", "oldest_wait_s", "step", "wait_for_room"},
-    "transfers": {"begin", "hit_of", "new_request", "over", "wait_for_jobs"},
+    "quotas": {"all_cleared", "ceiling", "max_pinned", "num_left", "number_of", "part_changed"},
+    "transfers": {"begin", "hit_of", "leaving", "new_request", "over", "wait_for_jobs"},
     "weights": {"begin_again", "is_findable", "root_of"},
 }
 """Calls of handles that other modules of the package make."""

@@ -130,7 +130,7 @@ QUOTA_MUTANTS = (
         "        self._restored[root.digest] = number\n",
         "        del number\n",
         "the first request with a root tells whose its restored blocks are",
-        test=f"{TESTS}::test_restored_blocks_move_to_their_tenant_with_its_first_request",
+        test=f"{TESTS}::test_restored_blocks_move_to_their_tenant_with_its_first_call",
     ),
     Mutant(
         "restored parts stay in the order of the default account",
@@ -138,7 +138,7 @@ QUOTA_MUTANTS = (
         "            order.move(parts, 0, number)\n",
         "",
         "a part is in the order of its account",
-        test=f"{TESTS}::test_restored_blocks_move_to_their_tenant_with_its_first_request",
+        test=f"{TESTS}::test_restored_blocks_move_to_their_tenant_with_its_first_call",
     ),
     Mutant(
         "a reset leaves counts",

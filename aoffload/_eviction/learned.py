@@ -130,7 +130,7 @@ class LearnedShadow(Shadow):
 
     def __init__(self, capacity: int, times: ReturnTimes) -> None:
         super().__init__(capacity)
-        self._idle = IdlePaths[CountedRun](times)
+        self._idle: IdlePaths[CountedRun] = IdlePaths(times)
 
     def _hold(self, counted: CountedRun, size: int) -> None:
         before = self.held.get(counted)
@@ -202,7 +202,7 @@ class LearnedOrder:
     def __init__(self, times: ReturnTimes, guard: Guard) -> None:
         self._times = times
         self._guard = guard
-        self._idle = IdlePaths[Part](times)
+        self._idle: IdlePaths[Part] = IdlePaths(times)
         self._last_use = 0
 
     def labelled(self, part: Part, bucket: int) -> None:
