@@ -243,7 +243,7 @@ def _octave(in_s: float) -> float:
     """The predicted time, rounded so that its bucket has times of about the same order."""
     if in_s == NEVER:
         return NEVER
-    return round(PER_OCTAVE * math.log2(min(max(in_s, MIN_PREDICTED_S), MAX_PREDICTED_S)))
+    return float(round(PER_OCTAVE * math.log2(min(max(in_s, MIN_PREDICTED_S), MAX_PREDICTED_S))))
 
 
 def _worth_by_bin(rates: list[float]) -> list[float]:
