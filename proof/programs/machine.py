@@ -157,11 +157,11 @@ class Machine(RemoteCalls):
         self, verb: str, tokens: Sequence[int], salt: str | None = None, ttl_s: float = 5.0, now: float = 0.0
     ) -> str:
         """Its pins stay within their share and their time, and it touches nothing under another root."""
-        prefix, hints = Prefix.of(Root("programs", salt), tokens), self.ledger.hints
+        prefix, hints, hint = Prefix.of(Root("programs", salt), tokens), self.ledger.hints, hint_of(verb, ttl_s)
         sequence = self.ledger.sequence_of(prefix)  # under the root of the weights' epoch
         before = self._of_others(sequence.root)
         may_grant = self.HOOKS_CHANGE or self.ledger.num_waiting > 0
-        answer = hints.apply(prefix, hint_of(verb, ttl_s), now)
+        answer = hints.apply(prefix, hint, now)
         self.take(answer.plans)
         after, may_evict = self._of_others(sequence.root), verb in ("prefetch", "demote")
         is_alone = all(after.get(run, refs) == refs for run, refs in before.items()) if may_evict else after == before
