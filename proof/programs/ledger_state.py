@@ -20,9 +20,8 @@ from aoffload._kernel.states import RequestState
 from aoffload.testing.violations import Violation
 
 from .fingerprint import with_handles
-from .ledger_prompts import SALTS
 from .ledger_recorder import Recorder
-from .program import EPOCHS, World
+from .program import EPOCHS, TENANTS, World
 from .provenance import Bytes, Text
 
 __all__ = ["Client", "Forward", "LedgerState", "Step"]
@@ -120,7 +119,7 @@ class LedgerState:
         if root.weights_epoch is not None:
             return root.weights_epoch
         if not self._epochs:
-            roots = [Root("programs", salt) for salt in SALTS]
+            roots = [Root("programs", salt) for salt in TENANTS]
             self._epochs = {each.under_weights(epoch).digest: epoch for each in roots for epoch in EPOCHS}
         return self._epochs.get(root.digest, self.bytes.epoch)
 
