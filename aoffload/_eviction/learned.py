@@ -401,8 +401,9 @@ class Learning:
         while current is not None:
             while at and labels[at - 1][0] >= current.stop:
                 at -= 1
-            if splits and at and current.start < labels[at - 1][0]:
-                cache.split(current, labels[at - 1][0])
+            changes_at = labels[at - 1][0] if splits and at else 0
+            if current.start < changes_at and any(part.stop > changes_at for part in current.parts):
+                cache.split(current, changes_at)  # a tail without blocks would stay in the index
             bucket = labels[at][1] if at < len(labels) else 0
             if current.parts[Tier.HOST].rank != bucket:  # in all tiers and components
                 for tier, order in self.orders.items():
