@@ -148,10 +148,18 @@ _IDLE = (
     Mutant(
         "disk: a store evicts what its own turn has stored",
         "aoffload._tiers.lower.rules",
-        "            self._turns = {run: self._turns[run] for run in runs if self._turns.get(run)}\n",
+        "            self._turns = {run: turn for run, turn in self._turns.items() if turn and run in runs}\n",
         "            pass\n",
         _REST,
         test=IDLE,
+    ),
+    Mutant(
+        "disk: turns that change their order",
+        "aoffload._tiers.lower.rules",
+        "        for run in list(self._turns):\n",
+        "        for run in [run for run in self.watermark.about_to_lose(wanted) if run in self._turns]:\n",
+        _REST,
+        test="tests/core/test_program_regressions.py::test_turns_of_stores_keep_the_order_of_the_scan",
     ),
 )
 

@@ -241,6 +241,14 @@ LEARNED_EVICTION_MUTANTS: tuple[Mutant, ...] = (
         "        if False:\n",
         "hints are about the present weights",
     ),
+    Mutant(
+        "learned: a run split where its tail has no blocks",
+        ORDER,
+        " and any(part.stop > changes_at for part in current.parts):\n",
+        ":\n",
+        "no run without blocks stays in the index",
+        test="tests/core/test_program_regressions.py::test_no_run_is_split_where_its_tail_would_have_no_blocks",
+    ),
     _met_by(
         "moved_counts_are_never_negative",
         "counts below nothing",

@@ -165,6 +165,14 @@ QUOTA_MUTANTS = (
         test=f"{TESTS}::test_no_report_shows_a_salt",
     ),
     Mutant(
+        "a scan in the order of the accounts",
+        LOWER,
+        "        parts.sort(key=lambda part: part.last_use)",
+        "        pass",
+        "an idle disk gets blocks of every tenant",
+        test=f"{TESTS}::test_an_idle_disk_gets_blocks_of_every_tenant",
+    ),
+    Mutant(
         "each cut is an event",
         QUOTAS,
         "            share.is_cut = not share.is_cut\n",

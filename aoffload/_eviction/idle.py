@@ -192,8 +192,7 @@ class IdlePaths(Generic[Node]):
         return min([leaves[0] for leaves in self._leaves.values()])[2] if self._leaves else None
 
     def in_order(self, *, by_worth: bool) -> Iterator[Node]:
-        """All nodes in the order in which they would be evicted now."""
-        self._sort()
+        """All nodes in the order in which they would be evicted now. Changes nothing, and sorts no leaves."""
         times = self._times
 
         def key(node: Node) -> tuple[float, int, int, Node]:
@@ -201,7 +200,7 @@ class IdlePaths(Generic[Node]):
             worth = times.worth[bucket][bin_of(times.now - last_use)] if by_worth else 0.0
             return (worth, last_use, number, node)
 
-        heap = [key(node) for leaves in self._leaves.values() for _, _, node in leaves]
+        heap = [key(node) for node in self._entries if node not in self._children]
         heapify(heap)
         num_left = {node: len(children) for node, children in self._children.items() if node in self._entries}
         while heap:

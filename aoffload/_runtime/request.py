@@ -636,6 +636,8 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
         wake = record.when_idle
         self._session.ledger.match_again(record, num_device_tokens=num_device_tokens, wake=wake)
         self._matched(record)
+        if not record.match.is_pending:
+            self._wake()  # another task may wait for this answer
         return record.match
 
     async def match_again(self, *, num_device_tokens: int) -> PrefixMatch:

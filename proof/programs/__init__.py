@@ -32,7 +32,7 @@ from .explore import (
     replay_program,
     run_program,
 )
-from .program import Call, Face, GroupShape, Outcome, Program, World, draw_world
+from .program import Call, Face, GroupShape, Outcome, Program, QuotaShape, World, draw_world
 from .shrinking import as_test
 from .vocabulary import calls_of
 
@@ -43,6 +43,7 @@ __all__ = [
     "GroupShape",
     "Outcome",
     "Program",
+    "QuotaShape",
     "ProgramTally",
     "World",
     "as_test",

@@ -159,12 +159,12 @@ class Machine(RemoteCalls):
         """Its pins stay within their share and their time, and it touches nothing under another root."""
         prefix, hints, hint = Prefix.of(Root("programs", salt), tokens), self.ledger.hints, hint_of(verb, ttl_s)
         sequence = self.ledger.sequence_of(prefix)  # under the root of the weights' epoch
-        before = self._of_others(sequence.root)
+        least = int(verb in ("prefetch", "demote"))  # these may evict blocks of others, as any load does
+        before = self._of_others(sequence.root, least)
         may_grant = self.HOOKS_CHANGE or self.ledger.num_waiting > 0
         answer = hints.apply(prefix, hint, now)
         self.take(answer.plans)
-        after, may_evict = self._of_others(sequence.root), verb in ("prefetch", "demote")
-        is_alone = all(after.get(run, refs) == refs for run, refs in before.items()) if may_evict else after == before
+        is_alone = self._of_others(sequence.root, least) == before
         self._require(may_grant or is_alone, "a hint is about its own prompt", answer)
         self._require(0 <= answer.num_tokens <= len(tokens), "a hint is about its own prompt", answer)
         self._require((answer.outcome is HintOutcome.ACCEPTED) == (not answer.reason.value), "an answer", answer)
@@ -179,10 +179,14 @@ class Machine(RemoteCalls):
         self._note("client hint", True)
         return f"{verb} {answer.outcome.value} {answer.reason.value} {answer.num_tokens}"
 
-    def _of_others(self, root: Root) -> dict[Run, list[tuple[int, ...]]]:
-        """What is cached and pinned under other roots."""
-        runs = [run for run in self.ledger.cache.index.runs.values() if run.root != root]
-        return {run: [(part.first, part.stop, part.num_references) for part in run.parts] for run in runs}
+    def _of_others(self, root: Root, least_references: int) -> dict[tuple[Run, int], tuple[int, ...]]:
+        """The parts under other roots that have at least this number of references."""
+        return {
+            (run, number): (part.first, part.stop, part.num_references)
+            for run in self.ledger.cache.index.runs.values()
+            for number, part in enumerate(run.parts)
+            if run.root != root and part.num_references >= least_references
+        }
 
     def _within_share(self) -> None:
         for tier in self.ledger.cache.tiers:

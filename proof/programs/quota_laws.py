@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+from aoffload._common.prefix import Root
 from aoffload._common.tiers import Tier
 from aoffload._extensions.assembly import AnyLedger
 from aoffload._kernel.records import Part, Run
 from aoffload.testing.violations import Violation
 
-from .program import TENANTS, Call, QuotaShape
+from .program import EPOCHS, TENANTS, Call, QuotaShape
 
 __all__ = ["QuotaLaws"]
 
@@ -21,7 +22,11 @@ class QuotaLaws:
 
     def __init__(self, ledger: AnyLedger, shapes: tuple[QuotaShape, ...]) -> None:
         self._ledger = ledger
-        self._salts: dict[str | bytes | None, int] = {salt: number for number, salt in enumerate(TENANTS)}
+        self._numbers = {
+            Root("programs", salt).under_weights(epoch).digest: number
+            for number, salt in enumerate(TENANTS)
+            for epoch in EPOCHS
+        }
         sizes = {tier.tier: tier.pool.num_blocks for tier in ledger.cache.tiers}
         self._floors: dict[Tier, list[int]] = {
             tier: [shape.floor(tier) or 0 for shape in shapes] for tier in (Tier.HOST, Tier.DISK) if tier in sizes
@@ -39,7 +44,7 @@ class QuotaLaws:
         ledger.watch(self)
 
     def _number_of(self, run: Run) -> int:
-        return self._salts.get(run.root.cache_salt, 0)
+        return self._numbers[run.root.digest]
 
     @property
     def _has_unknown_roots(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proof.programs import GroupShape, Program, World, call, check_program
+from proof.programs import GroupShape, Program, QuotaShape, World, call, check_program
 
 LOADED = [2, 1, 1, 2, 0, 0, 1, 0, 0, 2]
 
@@ -279,3 +279,48 @@ def test_what_a_fork_has_brought_to_a_store_is_removed_with_what_it_copied(is_ov
         call("invalidate", who="c7", from_token=0),
     )
     check_program(Program("ledger", World((GroupShape("full", 0, 4),), 13, 100, 1000, "eager", cell_units=1), calls))
+
+
+def test_turns_of_stores_keep_the_order_of_the_scan() -> None:
+    """Each store to the disk changes the eviction orders of the host, in which accounts alternate. When the next call
+    went on with another run, its store evicted a block from the disk, and that block was written a second time."""
+    groups = (GroupShape("window", 5, 4), GroupShape("full", 0, 4), GroupShape("window", 6, 2))
+    quotas = (
+        QuotaShape(host_floor=3, host_ceiling=7, daily_writes=0),
+        QuotaShape(host_floor=2, disk_floor=0, disk_ceiling=3, pinned=5),
+        QuotaShape(host_floor=2, disk_floor=3, disk_ceiling=3),
+    )
+    calls = (
+        call("serve", tokens=[0, 1, 1, 0]),
+        call("serve", tokens=[0, 0, 0, 1, 1, 0, 1, 0], salt="third", new=[0, 1]),
+        call("idle", most=1),
+    )
+    world = World(groups, 13, 7, 1000, "eager", num_disk_blocks=3, eviction="learned:device", quotas=quotas)
+    check_program(Program("ledger", world, calls))
+
+
+def test_no_run_is_split_where_its_tail_would_have_no_blocks() -> None:
+    """The bucket of a prompt changes within a run that has blocks only before that position. The run was split there,
+    and the empty tail stayed in the index."""
+    groups = (GroupShape("full", 0, 4), GroupShape("full", 0, 1), GroupShape("window", 2, 1))
+    longer = [1, 0, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 0, 0, 1, 1, 0, 1, 0, 0, 1]
+    calls = (
+        call("admit", who="r3", tokens=[1, 0, 1, 0]),
+        call("allocate", who="r3", num_tokens=9),
+        call("compute", who="r3", stop=5, new=[0]),
+        call("serve", tokens=longer[:24]),
+        call("serve", tokens=[1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 0, 1, 0, 1]),
+        call("fork", who="r3", child="f10"),
+        call("preempt", who="f10"),
+        call("land"),
+        call("invalidate", who="r3", from_token=2),
+        call("release", who="r3"),
+        call("release", who="f10"),
+        call("serve", tokens=longer),
+        call("watermark"),
+        call("land"),
+        call("evict", num_tokens=47, token=25),
+        call("admit", who="r12", tokens=longer[:28]),
+    )
+    world = World(groups, 119, 54, 1000, "lazy", num_disk_blocks=1, eviction="learned:device")
+    check_program(Program("ledger", world, calls))

@@ -280,6 +280,19 @@ def test_an_idle_disk_does_not_turn_over_the_blocks_of_a_tenant() -> None:
     assert 0 < of(disk, "1", Tier.DISK).num_blocks <= 4 and of(disk, "1", Tier.DISK).num_replaced == 0
 
 
+def test_an_idle_disk_gets_blocks_of_every_tenant() -> None:
+    """The eviction order begins with tenants above their floor, whatever the last use of their blocks. A scan that has
+    found nothing to store among these leaves out no older blocks of the others."""
+    disk = Disk(64, 64, 64, quotas=quotas(Quota(host_floor=8)))
+    for _ in range(2):
+        disk.on_host_only(units(4), root=ANNA)
+    for _ in range(2):
+        disk.on_host_only(units(4, 2), root=CARL)
+    for _ in range(8):
+        disk.land(disk.write_behind(1, is_idle=True))
+    assert of(disk, "1", Tier.DISK).num_blocks == of(disk, "default", Tier.DISK).num_blocks == 4
+
+
 def test_a_fetch_brings_what_the_ceiling_of_the_host_allows() -> None:
     """It brings the front of the prompt, and evicts no block of others."""
     disk = Disk(64, 16, 64, quotas=quotas(Quota(host_ceiling=4)))

@@ -194,6 +194,27 @@ async def test_a_wait_for_what_others_bring_outlasts_the_copy_worker() -> None:
             assert engine.held() == []
 
 
+async def test_an_answer_to_one_task_ends_the_wait_of_another_one() -> None:
+    """Two tasks match the same request again. The engine's own cache has more tokens when the second task asks, so its
+    answer is not PENDING, and the first task does not wait for its timeout."""
+    async with own_engine(**TIMES) as engine:
+        await engine.stored(A)
+        engine.transport.auto = False
+        table = engine.pool.take(5)
+        async with engine.runtime.request(A) as bringer:
+            bringer.load_nowait(into=[table])
+            async with engine.runtime.request(A, "asker") as asker:
+                with anyio.fail_after(TIMES["pending_timeout_s"] / 2):
+                    async with anyio.create_task_group() as group:
+                        group.start_soon(partial(asker.match_again, num_device_tokens=0))
+                        await turns()
+                        assert asker.match.is_pending
+                        assert not (await asker.match_again(num_device_tokens=16)).is_pending
+            engine.transport.land_all()
+        engine.pool.release(table)
+        await engine.assert_at_rest()
+
+
 async def test_a_wait_for_what_others_bring_may_be_cancelled() -> None:
     """Nothing is left of the question, and the one that brings it is not disturbed."""
     async with own_engine(**TIMES) as engine:

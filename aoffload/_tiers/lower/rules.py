@@ -84,15 +84,15 @@ class LowerStores:
         return bool(self._turns) or self._nearness() != self._came_to[:2] or watermark.state() != watermark.seen
 
     def _take_turns(self, most: int, wanted: Callable[[Run], int]) -> list[Job]:
-        """Store the runs that still have a turn, in eviction order. The turn of a run ends when no block of it is left
-        to store, or when a store has evicted other blocks of the same run from the tier. If `most` ends the call within
-        a run, the next call continues with this run."""
+        """Store the runs that still have a turn, in the eviction order of the scan, because stores change the order.
+        The turn of a run ends when no block of it is left to store, or when a store has evicted other blocks of the
+        same run from the tier. If `most` ends the call within a run, the next call continues with this run."""
         jobs, least = list[Job](), self._least_blocks
-        runs = self.watermark.about_to_lose(wanted)
+        runs = set(self.watermark.about_to_lose(wanted))
         if not self.watermark.jobs.num_stored_now(self._host.tier):  # during stores, `runs` lacks some runs
-            self._turns = {run: self._turns[run] for run in runs if self._turns.get(run)}
-        for run in runs:
-            left = min(left_of(most, jobs), self._turns.get(run, 0))
+            self._turns = {run: turn for run, turn in self._turns.items() if turn and run in runs}
+        for run in list(self._turns):
+            left = min(left_of(most, jobs), self._turns[run]) if run in runs else 0
             if left > 0:
                 before = self._num_blocks(run, self._there)
                 found = self.watermark.store([run], wanted, left)
@@ -184,14 +184,11 @@ class LowerStores:
     def _requested_twice(self, num_blocks: int) -> list[Run]:
         """Runs with about `num_blocks` blocks that were requested twice and that the tier may lack."""
         found: dict[Run, None] = {}
-        scanned = self._scanned  # parts that were used together have the same number: each of them is scanned
-        num_scanned = 0
-        for part in self._host.order:
-            if num_blocks <= 0 or num_scanned == MAX_SCANNED:
+        parts = [part for part in self._host.order if part.last_use > self._scanned]
+        parts.sort(key=lambda part: part.last_use)  # learned eviction and quotas have other orders
+        for part in parts[:MAX_SCANNED]:
+            if num_blocks <= 0:
                 break
-            if part.last_use <= scanned:
-                continue
-            num_scanned += 1
             if self.watermark.lacking((part,), 1, self._requested_stop):
                 found[part.run] = None
                 num_blocks -= len(part.blocks)
