@@ -93,6 +93,14 @@ WEIGHTS_MUTANTS = (
         test=TESTS + "test_a_host_cache_finds_nothing_of_another_epoch",
     ),
     Mutant(
+        "weights: a request waits for a load of the epoch before",
+        WEIGHTS,
+        "ledger.end_call(ledger.pending_wakes())",
+        "ledger.end_call()",
+        "no hang: a change of the weights ends waits for loads of the epoch before",
+        test="tests/shell/test_engine_runtime.py::test_a_change_of_weights_ends_the_wait_for_a_load_of_others",
+    ),
+    Mutant(
         "weights: a request that is matched again keeps its root",
         WEIGHTS,
         "        self._put_under(request)\n        request.epoch = self._ledger.cache.epoch\n",

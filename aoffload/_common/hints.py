@@ -1,6 +1,6 @@
-"""Hints as values: what a client says about the prompt of its request, and how a payload of a client is read.
+"""Hints of clients about the prompts of their requests, and the reader of hint payloads.
 
-Verb | payload | says
+Verb | payload | meaning
 --- | --- | ---
 `pin` | `ttl_s` | keep the cached part of the prompt for `ttl_s` seconds
 `prefetch` | | bring the cached part of the prompt up one tier now
@@ -8,7 +8,7 @@ Verb | payload | says
 `returns` | `in_s`, `category` | the prompt will be requested again, in `in_s` seconds; `retain` is the same
 `done` | | the prompt will never be requested again
 
-A payload is an envelope as vLLM's `kv_hints` has it, the list of its actions, or one action:
+A payload is an envelope in the format of vLLM's `kv_hints`, a list of actions, or one action:
 
     {"protocol_version": "1", "message_id": "...", "actions": [
         {"action_id": "a", "action_type": "pin", "action_version": "1", "payload": {"ttl_s": 300}}]}
@@ -73,7 +73,7 @@ class HintReason(enum.Enum):
     NO_LOWER_TIER = "no_lower_tier"
     """No tier below has the blocks, so freeing them would lose them."""
     NOT_LEARNED = "eviction_not_learned"
-    """Only `eviction="learned"` knows what returns."""
+    """Only `eviction="learned"` uses predicted returns."""
     MALFORMED = "malformed"
     """A value of the payload has a wrong type, or is out of range."""
     UNKNOWN = "unknown"

@@ -192,8 +192,8 @@ class OffloadConfig:
     max_pinned_share: float = attrs.field(default=0.5, validator=_share)
     """Maximum share of each tier's blocks that pins may hold. Blocks held by requests and transfers do not count."""
     max_hint_pinned_share: float = attrs.field(default=0.25, validator=_share)
-    """Maximum share of each tier's blocks that pins of hints may hold, so that clients leave room for the pins of the
-    program. These pins count in `max_pinned_share`, too."""
+    """Maximum share of each tier's blocks that pins of hints may hold. Keep it below `max_pinned_share`, which counts
+    these pins, too, and is the limit for the pins of the program."""
     max_hint_pin_s: float = attrs.field(default=3600.0, validator=_seconds)
     """The longest time to live of a pin of a hint."""
     max_prefetch_share: float = attrs.field(default=0.25, validator=_share)

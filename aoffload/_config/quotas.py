@@ -1,4 +1,4 @@
-"""Quotas for tenants: how much of the host and the disk the prompts of a `cache_salt` may take.
+"""Quotas for tenants: limits on the host and disk space that the prompts of a `cache_salt` take.
 
 Each salt of `Quotas.salts` has an account of its own. All other salts, and prompts without a salt, share the default
 account. Salts are secrets of tenants. So nothing shows a salt: not a log, a metric, an error or a `repr`. An account is
@@ -22,7 +22,7 @@ Salt: TypeAlias = str | bytes
 DEFAULT = "default"
 MAX_NAME = 64
 MAX_ACCOUNTS = 1024
-"""Maximum accounts, because each is a time series of several metrics, and each eviction compares all of them."""
+"""Maximum number of accounts. Each account adds time series to the metrics, and each eviction compares all accounts."""
 SIZES = ("host_floor", "host_ceiling", "disk_floor", "disk_ceiling", "pinned", "daily_writes")
 
 
@@ -42,14 +42,14 @@ def _field() -> Any:
 
 @attrs.frozen
 class Quota:
-    """What one account may take. Sizes are bytes, or text such as "8GiB"; None: no limit, and no floor.
+    """The limits of one account. Sizes are bytes, or text such as "8GiB". None means no limit, or no floor.
 
     While an account above its floor has an evictable block, no block of an account at or below its floor is evicted.
-    A floor is a preference of the eviction order, and reserves nothing: blocks that other requests hold cannot be
-    evicted. At its ceiling, an account evicts its own blocks first. If none of them is
-    evictable, the store is cut.
-    `pinned` bounds the host memory that pins of the account hold. `daily_writes` bounds the bytes that are written to
-    the disk for it within any 24 hours.
+    A floor only orders evictions and reserves no space, because blocks in use by requests cannot be evicted. At its
+    ceiling, an account evicts its own blocks first. If too few of them are evictable, the rest of the store is skipped.
+
+    `pinned` limits the host memory held by pins of the account. `daily_writes` limits the bytes written to the disk for
+    the account within any 24 hours.
     """
 
     name: str = attrs.field(default="", validator=_name)

@@ -24,7 +24,7 @@ from .._kernel.records import Part, Run
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """What one account holds of one tier, in blocks."""
+    """Limits and counts of one account in one tier, in blocks."""
 
     floor: int
     ceiling: int

@@ -44,8 +44,8 @@ class IdlePaths(Generic[Node]):
         self._children: dict[Node, dict[Node, None]] = {}
         """Of each node that has any, its idle children. The node need not be idle."""
         self._changed: dict[Node, None] = {}
-        """Nodes that may have become leaves, or are none any more. Most nodes change several times between two
-        questions for a leaf, so the leaves are sorted only when one is asked for."""
+        """Nodes that may have become leaves, or may no longer be leaves. Most nodes change several times between two
+        evictions, so the leaves are sorted at the next eviction."""
         self._keys: dict[Node, tuple[int, int, int]] = {}
         """Of each leaf, its bucket, its last use and its number, as it was sorted."""
         self._leaves: dict[int, list[Leaf[Node]]] = {}

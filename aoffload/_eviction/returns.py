@@ -1,7 +1,7 @@
-"""Return times: how soon prompts are requested again, measured for each kind of prompt, and what a block is worth.
+"""Return times: measures how soon prompts are requested again, and derives the worth of a block from it.
 
 A prefix is *idle* between two requests for it, and *returns* with the next one. `ReturnTimes` puts idle prefixes in
-*buckets*, by what is known about them:
+*buckets*, by their number of requests or their hint:
 
 - A prefix without a hint is in one of three classes, by its number of requests: one, two, more.
 - A hint predicts that a prefix returns in some seconds, or never. Predictions of one bucket differ by a factor of at
@@ -11,7 +11,7 @@ For each bucket, it counts returns by the age at which they come. Ages are count
 the age at which the bin before it ends:
 
     age in s     0 |......1|.1.4|..2|.2.8|...4|....5.7|......8|  ...
-    counted        [tokens that were idle for so long] [of those, tokens that returned within the bin]   for each bucket
+    counted        [tokens that reached this age] [of those, tokens that returned within the bin]   for each bucket
 
 So a prediction is believed as far as earlier predictions of its bucket have come true. If clients lie, the lies change
 the counts of their buckets, and later predictions of these buckets are believed less. Prefixes that have not returned
@@ -38,7 +38,7 @@ NUM_CLASSES = 3
 MAX_BUCKETS = 192
 """Buckets, the classes included."""
 MAX_OF_CATEGORIES = 150
-"""Buckets of hints with a category. Once there are so many, new categories count as none."""
+"""Maximum number of buckets of hints with a category. After it, hints of new categories count as hints without one."""
 NEVER = math.inf
 """The prediction that a prompt does not return."""
 PER_OCTAVE = 1.5

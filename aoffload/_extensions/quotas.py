@@ -51,7 +51,7 @@ TIERS = {Tier.HOST: "host", Tier.DISK: "disk"}
 
 @attrs.frozen
 class AccountTier:
-    """What one account holds of one tier, in blocks."""
+    """Blocks and limits of one account in one tier."""
 
     tier: Tier
     num_blocks: int

@@ -12,7 +12,7 @@ from aoffload._config.groups import KVCacheGroup
 from aoffload._extensions.assembly import Ledger
 from aoffload._kernel.plans import Completion, TransferPlan
 from aoffload._kernel.records import LedgerRequest
-from aoffload._kernel.states import Direction, Outcome
+from aoffload._kernel.states import Direction, Outcome, RequestState
 
 ROOT = Root("test")
 BLOCK = 4
@@ -61,6 +61,25 @@ class Driven:
         request = self.allocated(tokens, **options)
         self.land(self.ledger.plan_load(request))
         return request
+
+    def run_on(self, request: LedgerRequest) -> None:
+        """Make the calls that are left until the request may compute."""
+        if request.state is RequestState.PINNED:
+            if request.waiter is None:
+                self.ledger.allocate_nowait(request)
+            else:
+                self.ledger.accept(request.waiter)
+        for _ in range(4):
+            if request.state is RequestState.RUNNING:
+                break
+            self.land(self.ledger.plan_load(request))
+            for job in tuple(self.ledger.jobs.unsettled.values()):
+                self.ledger.launch(job.job_id)
+                self.end(job.plan)
+            if request.waiter is not None:
+                self.ledger.accept(request.waiter)
+        assert request.state is RequestState.RUNNING
+        self.ledger.check_integrity()
 
     def commit(
         self, request: LedgerRequest, num_tokens: int | None = None, new: Iterable[int] = ()

@@ -27,26 +27,6 @@ def blocks_of(driven: Driven, record: LedgerRequest) -> set[int]:
     return {block_id for table in driven.ledger.block_ids(record) for block_id in table if block_id}
 
 
-def next_call(driven: Driven, record: LedgerRequest) -> None:
-    """Make the calls that are left until the request may compute."""
-    if record.state is S.PINNED:
-        if record.waiter is None:
-            driven.ledger.allocate_nowait(record)
-        else:
-            driven.ledger.accept(record.waiter)
-    for _ in range(4):
-        if record.state is S.RUNNING:
-            break
-        driven.land(driven.ledger.plan_load(record))
-        for job in tuple(driven.ledger.jobs.unsettled.values()):
-            driven.ledger.launch(job.job_id)
-            driven.end(job.plan)
-        if record.waiter is not None:
-            driven.ledger.accept(record.waiter)
-    assert record.state is S.RUNNING
-    driven.ledger.check_integrity()
-
-
 WITHOUT_A_LOAD = ["matched", "waiting", "granted", "allocated"]
 CASES = [(when, where) for when in WITHOUT_A_LOAD for where in ("device", "host", "both")]
 CASES += [(when, where) for when in ("loading", "launched") for where in ("host", "both")]
@@ -84,7 +64,7 @@ def test_a_request_has_nothing_from_before_a_reset(driven: Driven, when: str, wh
         driven.ledger.reset()
     if when in ("matched", "granted"):
         assert record.match.num_tokens == 0, "a match that was dropped is no answer"
-    next_call(driven, record)
+    driven.run_on(record)
     assert record.num_computed_tokens == 0
     assert reader is None or blocks_of(driven, reader).isdisjoint(blocks_of(driven, record))
     assert driven.commit(record) == [] and driven.hit(A) == (0, 0), "requests from before publish nothing"
@@ -109,7 +89,7 @@ def test_a_load_that_is_over_counts(driven: Driven) -> None:
     driven.land(driven.ledger.preemption.preempt(record).plans)
     driven.ledger.preemption.resume(record)
     assert record.match.num_tokens == 0
-    next_call(driven, record)
+    driven.run_on(record)
     assert record.num_computed_tokens == 0
     driven.release(record)
     driven.release(child)
@@ -123,7 +103,7 @@ def test_a_request_preempted_between_a_reset_and_its_load(driven: Driven) -> Non
     driven.ledger.reset()
     driven.ledger.preemption.preempt(record)
     driven.ledger.preemption.resume(record)
-    next_call(driven, record)
+    driven.run_on(record)
     assert record.num_computed_tokens == 0
     driven.release(record)
     assert driven.num_pinned() == (0, 0)
@@ -145,7 +125,7 @@ def test_a_reset_while_a_step_overlaps_the_load() -> None:
         driven.end(plans[0])
         assert record.state is S.DRAINING
         assert not set(read[:2]) & set(driven.ledger.cache.tiers[Tier.DEVICE].pool.free_ids())
-    next_call(driven, record)
+    driven.run_on(record)
     assert driven.ledger.overlap.begin_again(record) == 0 and record.num_computed_tokens == 0
     with driven.ledger.step([record]):
         pass
@@ -167,7 +147,7 @@ def test_no_room_to_begin_again_makes_the_request_wait() -> None:
     assert record.state is S.REQUEUED and not woken
     driven.release(reader)
     assert woken == [1]
-    next_call(driven, record)
+    driven.run_on(record)
     assert record.num_computed_tokens == 0
     driven.release(record)
 
@@ -178,7 +158,7 @@ def test_an_orphan_of_the_device_loads_nothing_old() -> None:
     driven.serve(A)
     record = driven.allocated(A)
     driven.ledger.reset(Tier.DEVICE)
-    next_call(driven, record)
+    driven.run_on(record)
     assert record.num_computed_tokens == 0
     driven.release(record)
 
@@ -220,7 +200,7 @@ def test_a_load_that_is_over_and_of_which_nobody_was_told(driven: Driven, tier: 
         assert driven.ledger.lost_to_reset(record) and not driven.ledger.lost_to_reset(reader)
         go_again = driven.ledger.plan_load(record)
         assert go_again == () and record.state is S.REQUEUED
-        next_call(driven, record)
+        driven.run_on(record)
         assert record.num_computed_tokens == 0 and not driven.ledger.lost_to_reset(record)
         assert blocks_of(driven, reader).isdisjoint(blocks_of(driven, record))
     assert driven.ledger.plan_load(reader) == () and reader.num_computed_tokens == 16

@@ -13,7 +13,6 @@ from remote_driving import CELL_UNITS, Remote
 from aoffload import ConfigError, InvalidArgument, OffloadConfig, RequestState, Tier
 from aoffload._common.prefix import Prefix, Root
 from aoffload._config.groups import FullAttention, KVCacheGroup, SlidingWindow
-from aoffload._kernel.records import LedgerRequest
 from aoffload._observe.kv_events.changes import Changes, Cleared
 from aoffload._tiers.disk.plans import RestoredRun
 from aoffload.ledger import Event, PinState, WeightsChanged, cells_of
@@ -29,26 +28,6 @@ GROUPS = {
 @pytest.fixture(params=list(GROUPS))
 def driven(request: pytest.FixtureRequest) -> Driven:
     return Driven(24, 24, groups=GROUPS[request.param])
-
-
-def next_calls(driven: Driven, record: LedgerRequest) -> None:
-    """Make the calls that are left until the request may compute."""
-    if record.state is S.PINNED:
-        if record.waiter is None:
-            driven.ledger.allocate_nowait(record)
-        else:
-            driven.ledger.accept(record.waiter)
-    for _ in range(4):
-        if record.state is S.RUNNING:
-            break
-        driven.land(driven.ledger.plan_load(record))
-        for job in tuple(driven.ledger.jobs.unsettled.values()):
-            driven.ledger.launch(job.job_id)
-            driven.end(job.plan)
-        if record.waiter is not None:
-            driven.ledger.accept(record.waiter)
-    assert record.state is S.RUNNING
-    driven.ledger.check_integrity()
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
@@ -199,7 +178,7 @@ def test_a_request_has_nothing_of_another_epoch(driven: Driven, when: str, where
         driven.release(crowd)
     if when == "landed":
         driven.land(ledger.plan_load(record))
-    next_calls(driven, record)
+    driven.run_on(record)
     assert record.num_computed_tokens == (16 if when in UNBEGUN and returns else 0)
     before = driven.hit(A)
     stores = driven.commit(record)
@@ -229,7 +208,7 @@ def test_a_request_that_computes_goes_on_and_publishes_nothing_ever_again(driven
     assert driven.ledger.preemption.preempt(record).plans == ()
     driven.ledger.preemption.resume(record)
     assert record.match.num_tokens == 0
-    next_calls(driven, record)
+    driven.run_on(record)
     assert record.num_computed_tokens == 0 and driven.commit(record) == []
     assert driven.release(record) == [] and sum(driven.hit(A)) == 8
 

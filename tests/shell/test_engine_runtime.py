@@ -215,6 +215,28 @@ async def test_an_answer_to_one_task_ends_the_wait_of_another_one() -> None:
         await engine.assert_at_rest()
 
 
+async def test_a_change_of_weights_ends_the_wait_for_a_load_of_others() -> None:
+    """The load under way brings KV of the old epoch, so a request of the new epoch does not wait for it."""
+    async with own_engine(**TIMES) as engine:
+        await engine.stored(A)
+        engine.transport.auto = False
+        table = engine.pool.take(5)
+        async with engine.runtime.request(A) as bringer:
+            bringer.load_nowait(into=[table])
+            async with engine.runtime.request(A, "asker") as asker:
+                with anyio.fail_after(TIMES["pending_timeout_s"] / 2):
+                    async with anyio.create_task_group() as group:
+                        group.start_soon(partial(asker.match_again, num_device_tokens=0))
+                        await turns()
+                        assert asker.match.is_pending
+                        engine.runtime.weights.set("new")
+                match = asker.match_again_nowait(num_device_tokens=0)
+                assert (match.num_host_tokens, match.is_pending) == (0, False)
+            engine.transport.land_all()
+        engine.pool.release(table)
+        await engine.assert_at_rest()
+
+
 async def test_a_wait_for_what_others_bring_may_be_cancelled() -> None:
     """Nothing is left of the question, and the one that brings it is not disturbed."""
     async with own_engine(**TIMES) as engine:
