@@ -4,8 +4,8 @@
     account 1, above its floor            [b][e]               compared: `a` is evicted first
     account 2, at its floor               [c][f]               spared while an account above its floor has a part
 
-The accounts compare their parts by the rule of the tier: LRU, or the learned order. A comparison looks at the first
-part of each account, so an eviction costs as many steps as there are accounts, and not as there are parts.
+The accounts compare their parts by the rule of the tier: LRU, or the learned order. An eviction compares the first part
+of each account, so its cost grows with the number of accounts, and not with the number of parts.
 
 A part keeps its account as long as it is cached: splits and merges keep the root of a run, and the account follows from
 the root.
@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import count
+from typing import Any
 
 from .._kernel.pools import LeastRecentlyUsed
 from .._kernel.protocols import ComparedOrder
@@ -108,9 +110,18 @@ class AccountOrder:
         return self._of(older).are_adjacent(older, newer)
 
     def oldest(self) -> Part | None:
-        first = [own.oldest() for own in self._own]
-        number = self._next(first, [share.num_above() for share in self._shares])
-        return None if number is None else first[number]
+        """The first of the first parts of all accounts. The parts of accounts at their floor come last."""
+        found: Part | None = None
+        least: Any = None
+        is_above = False
+        for own, share in zip(self._own, self._shares, strict=True):
+            part = own.oldest()
+            if part is None:
+                continue
+            may_lose, key = share.num_above() >= part.width, own.key(part)
+            if found is None or may_lose > is_above or (may_lose is is_above and key < least):
+                found, least, is_above = part, key, may_lose
+        return found
 
     def oldest_of(self, number: int) -> Part | None:
         """The part of the account that is evicted first."""
@@ -128,34 +139,21 @@ class AccountOrder:
 
     def __iter__(self) -> Iterator[Part]:
         """The parts in the order in which they would be evicted if nothing else changed."""
-        rest = [iter(own) for own in self._own]
-        first = [next(parts, None) for parts in rest]
+        own, rest = self._own, [iter(own) for own in self._own]
         above = [share.num_above() for share in self._shares]
-        while (number := self._next(first, above)) is not None:
-            part = first[number]
-            assert part is not None
-            first[number] = next(rest[number], None)
-            above[number] = max(0, above[number] - len(part.blocks))
-            yield part
+        heads: list[tuple[bool, Any, int, Part]] = []
 
-    def _next(self, first: Sequence[Part | None], above: Sequence[int]) -> int | None:
-        """The account that loses blocks next. `first`: the first part of each account; `above`: blocks that the account
-        has above its floor."""
-        spared: int | None = None
-        found: int | None = None
-        for number, part in enumerate(first):
-            if part is None:
-                continue
-            own = self._own[number]
-            if above[number] >= part.width:
-                other = None if found is None else first[found]
-                if other is None or own.goes_first(part, other):
-                    found = number
-            elif found is None:
-                other = None if spared is None else first[spared]
-                if other is None or own.goes_first(part, other):
-                    spared = number
-        return spared if found is None else found
+        def push(number: int, part: Part | None) -> None:
+            if part is not None:
+                heappush(heads, (above[number] < part.width, own[number].key(part), number, part))
+
+        for number, parts in enumerate(rest):
+            push(number, next(parts, None))
+        while heads:
+            _, _, number, part = heappop(heads)
+            above[number] = max(0, above[number] - len(part.blocks))
+            push(number, next(rest[number], None))
+            yield part
 
     def move(self, parts: Sequence[Part], old: int, new: int) -> None:
         """Move `parts`, in eviction order, to the account `new`, because their account is known only now."""

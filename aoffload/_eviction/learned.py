@@ -236,15 +236,12 @@ class LearnedOrder:
     def oldest(self) -> Part | None:
         return self._idle.least_worth() if self._guard.is_learned else self._idle.oldest()
 
-    def goes_first(self, part: Part, other: Part) -> bool:
-        """Whether `part` is evicted before `other`, which is in another order of the same tier."""
+    def key(self, part: Part) -> tuple[float, int]:
+        """Compares parts of several orders of the same tier."""
+        times, worth = self._times, 0.0
         if self._guard.is_learned:
-            return self._worth(part) < self._worth(other)
-        return part.last_use < other.last_use
-
-    def _worth(self, part: Part) -> tuple[float, int]:
-        times = self._times
-        return times.worth[part.rank][bin_of(times.now - part.last_use)], part.last_use
+            worth = times.worth[part.rank][bin_of(times.now - part.last_use)]
+        return worth, part.last_use
 
     def are_adjacent(self, older: Part, newer: Part) -> bool:
         """Whether they were released one after the other."""

@@ -405,10 +405,9 @@ class LeastRecentlyUsed:
     def oldest(self) -> Part | None:
         return self.first
 
-    def goes_first(self, part: Part, other: Part) -> bool:
-        """Whether `part` is evicted before `other`, which is in another list whose uses are numbered together with
-        those of this one."""
-        return part.last_use < other.last_use
+    def key(self, part: Part) -> int:
+        """Compares parts of several lists whose uses are numbered together."""
+        return part.last_use
 
     def are_adjacent(self, older: Part, newer: Part) -> bool:
         return older.newer is newer

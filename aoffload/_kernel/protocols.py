@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from .records import Part
 
@@ -111,6 +111,6 @@ class EvictionOrder(Protocol):
 class ComparedOrder(EvictionOrder, Protocol):
     """An order whose parts can be compared with those of another order of its kind."""
 
-    def goes_first(self, part: Part, other: Part) -> bool:
-        """Whether `part` is evicted before `other`, which is in another order of this kind."""
+    def key(self, part: Part) -> Any:
+        """Of the first parts of several orders of this kind, the part with the smallest key is evicted first."""
         ...
