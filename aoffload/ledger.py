@@ -33,7 +33,7 @@ from ._extensions.load_choice import CostChoice, Loadable, LoadChoice, LoadOffer
 from ._extensions.overlap import LoadOverlap, OverlapMoved, OverlapState
 from ._extensions.pins import Pin, PinMoved, PinState
 from ._extensions.prefetch import Demotion, Prefetch
-from ._extensions.quotas import AccountStatistics, AccountTier, QuotaAccounts, QuotaLeft, QuotaReached
+from ._extensions.quotas import AccountStatistics, AccountTier, QuotaAccounts, QuotaCleared, QuotaReached
 from ._extensions.status import Holder, RequestStatus, SlowStep, SlowWait, WaitsFor
 from ._extensions.store_policies import StorePolicy
 from ._extensions.transfers import CacheTransfer, CacheTransferMoved, CacheTransferState, Fetch
@@ -162,7 +162,7 @@ __all__ = [
     "Prefix",
     "Quota",
     "QuotaAccounts",
-    "QuotaLeft",
+    "QuotaCleared",
     "QuotaReached",
     "Quotas",
     "RemoteCounts",

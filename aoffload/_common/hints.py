@@ -164,7 +164,8 @@ class GivenHint:
 
 
 def read_hints(payload: object) -> list[GivenHint]:
-    """The actions of `payload`. Raises nothing, whatever `payload` is. Empty only for None, and for no actions."""
+    """The actions of `payload`. Raises nothing, whatever `payload` is. The list is empty only if `payload` is None or
+    has an empty list of actions."""
     if payload is None:
         return []
     actions: object = payload
@@ -223,7 +224,7 @@ def _read_id(value: object) -> str:
 
 
 def _bounded(name: str, value: object) -> float:
-    """Seconds. A time that is too long is as good as `MAX_HINT_SECONDS`; infinity is no time."""
+    """Read a number of seconds. A time above `MAX_HINT_SECONDS` becomes `MAX_HINT_SECONDS`. Infinity is refused."""
     if type(value) not in (int, float):  # `isinstance` would read an attribute of the value
         raise InvalidArgument(name, "must be a number of seconds")
     seconds = number_of(value)

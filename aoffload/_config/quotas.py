@@ -44,8 +44,10 @@ def _field() -> Any:
 class Quota:
     """The limits of one account. Sizes are bytes, or text such as "8GiB". None means no limit, or no floor.
 
-    While an account above its floor has an evictable block, no block of an account at or below its floor is evicted.
-    A floor only orders evictions and reserves no space, because blocks in use by requests cannot be evicted. At its
+    While any account above its floor has an evictable block, an account at or below its floor loses no block to other
+    accounts.
+    A floor only orders evictions. It reserves no space: other accounts use the space that the account does not need.
+    The cache evicts no blocks that requests or copies use, in any account. At its
     ceiling, an account evicts its own blocks first. If too few of them are evictable, the rest of the store is skipped.
 
     `pinned` limits the host memory held by pins of the account. `daily_writes` limits the bytes written to the disk for

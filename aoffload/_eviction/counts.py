@@ -1,7 +1,7 @@
 """How often prefixes were requested: runs without blocks, bounded by the tokens that they keep.
 
 Counts outlive the cached blocks, so they cannot be on the runs of the cache. The key of a run is made from the run
-before it and its own first unit; the other tokens are compared. So only keys with a long first unit are hashed.
+before it and its own first unit; a lookup compares the other tokens. A key is hashed only if its first unit is long.
 """
 
 from __future__ import annotations
@@ -191,7 +191,8 @@ class HitCounts:
         return path
 
     def _asked_last(self, path: Sequence[CountedRun]) -> None:
-        """Let the runs of `path` be the newest, the first one last."""
+        """Make the runs of `path` the newest. The first run becomes the newest of all, because no run may be older than
+        the runs after it."""
         for counted in reversed(path):
             self._runs.move_to_end(counted.key)
 

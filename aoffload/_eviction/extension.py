@@ -14,7 +14,7 @@ from .._kernel.extension import Build, LedgerExtension
 from .._kernel.records import LedgerRequest
 from ..errors import InvalidArgument
 from .accounts import AccountOrder
-from .learned import LearnedOrder, Learning, Rulings
+from .learned import GuardReports, LearnedOrder, Learning
 from .returns import NEVER
 from .status import EvictionStatistics
 
@@ -41,7 +41,7 @@ class Eviction(LedgerExtension):
     def on_attach(self, ledger: CacheBase) -> None:
         self._ledger, self._cache = ledger, ledger.cache
         self._take_orders()
-        self._rulings = Rulings(ledger.cache, self.learning, ledger.moves)
+        self._reports = GuardReports(ledger.cache, self.learning, ledger.moves)
         self.learning.times.clock_of = lambda: ledger.moves.clock
 
     def _take_orders(self) -> None:
@@ -56,8 +56,9 @@ class Eviction(LedgerExtension):
         """Predict that `prefix` is requested again in about `in_s` seconds or, without a time, as prompts of `category`
         are. Returns the number of its tokens that are cached.
 
-        A prediction counts as far as earlier predictions of about the same time, with the same category, have come
-        true. It pins nothing. A later call for the same prompt replaces it, and a request for the prompt ends it."""
+        The more earlier predictions of about the same time, with the same category, have come true, the more a
+        prediction counts. It pins nothing. A later call for the same prompt replaces it, and a request for the prompt
+        ends it."""
         if in_s is not None:
             in_s = check_time("in_s", in_s)
             if not in_s >= 0:
@@ -77,20 +78,20 @@ class Eviction(LedgerExtension):
         return num_units * self._cache.layout.unit_tokens
 
     def statistics(self) -> EvictionStatistics:
-        return self._rulings.statistics()
+        return self._reports.statistics()
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 
     def on_admitted(self, request: LedgerRequest, parent: LedgerRequest | None) -> None:
         if request.store_limit and parent is None and self.learning.began(request):  # a fork requests nothing new
-            self._rulings.look()
+            self._reports.report_switches()
 
     def on_finishing(self, request: LedgerRequest) -> None:
         if request.store_limit:
             self._ended(request, max(request.published, request.sequence.num_prompt_units))
 
     def on_leaving(self, request: LedgerRequest, is_last: bool) -> None:
-        if is_last and self.learning.is_live(request):  # it is not done
+        if is_last and self.learning.is_live(request):  # it leaves without having finished
             self._ended(request, request.sequence.num_prompt_units)
 
     def _ended(self, request: LedgerRequest, stop: int) -> None:

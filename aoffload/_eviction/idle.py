@@ -27,8 +27,8 @@ Entry = tuple[int, int, int, Node | None]
 Candidate = tuple[float, int, int, Node]
 """The worth of a leaf, and the leaf as in `Leaf`."""
 
-MAX_AGE = 16
-"""Leaves are compared again after at most this many requests, because their worth changes with their age."""
+MAX_REQUESTS_BETWEEN = 16
+"""Maximum number of requests between two comparisons of all leaves, because their worth changes with their age."""
 
 
 MAX_CHANGED = 4096
@@ -160,7 +160,7 @@ class IdlePaths(Generic[Node]):
             self._sort()
         times = self._times
         computed, compared = self._compared_at
-        if computed != times.num_computed or times.num_requests - compared >= MAX_AGE:
+        if computed != times.num_computed or times.num_requests - compared >= MAX_REQUESTS_BETWEEN:
             self._compared_at = (times.num_computed, times.num_requests)
             self._best.clear()
             self._least = None

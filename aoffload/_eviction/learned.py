@@ -10,8 +10,8 @@ and its answer become idle (`ended`). A hint moves them to another bucket (`hint
 
 **The guard** (`Guard`). The learned order may get fewer hits than LRU. So two simulated caches (`Shadow`), which only
 count blocks, have the capacity of the tier and process all requests. One evicts in the learned order, the other in LRU
-order. The tier uses the order whose simulated cache has more recent hits. `Rulings` reports when the order changes, and
-counts the evictions in each order.
+order. The tier uses the order whose simulated cache has more recent hits. `GuardReports` reports when the order
+changes, and counts the evictions in each order.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from .status import EvictionRule, EvictionStatistics, EvictionSwitched, TierEvic
 KEPT = 0.5 ** (1 / 1000)
 """Hits of the simulated caches are multiplied by this at each request, so a hit counts half after 1000 requests."""
 LEAD = 0.02
-"""The share of its hits by which the learned order must have more hits than LRU before the tier uses it. Where most
-requests hit, it counts as `FEWER_MISSES`."""
+"""Before a tier uses the learned order, that order must have more hits than LRU, by this share of the hits of LRU. If
+`FEWER_MISSES` asks for fewer hits, these are enough."""
 FEWER_MISSES = 0.1
-"""The share of the misses of LRU that the learned order must hit before the tier uses it, where these are few."""
+"""As `LEAD`, but a share of the misses of LRU. It asks for less than `LEAD` where LRU misses little."""
 
 
 class Shadow:
@@ -177,9 +177,9 @@ class Guard:
     LRU."""
 
     def __init__(self, times: ReturnTimes, capacity: int) -> None:
-        self.learned, self.last_used = LearnedShadow(capacity, times), Shadow(capacity)
-        self.shadows: tuple[Shadow, Shadow] = (self.learned, self.last_used)
-        self.learned_hits = self.last_used_hits = self._asked = 0.0
+        self.learned, self.lru = LearnedShadow(capacity, times), Shadow(capacity)
+        self.shadows: tuple[Shadow, Shadow] = (self.learned, self.lru)
+        self.learned_hits = self.lru_hits = self._num_requested = 0.0
         """Hits of both simulated caches, and requested units. Older ones count less."""
         self.is_learned = False
 
@@ -187,11 +187,11 @@ class Guard:
         """Count a request for `path`. Returns whether the order changes."""
         keep = KEPT
         self.learned_hits = self.learned_hits * keep + self.learned.num_hits(path)
-        self.last_used_hits = self.last_used_hits * keep + self.last_used.num_hits(path)
-        self._asked = self._asked * keep + path[-1].stop
-        was_learned, hits, lead = self.is_learned, self.last_used_hits, 0.0
+        self.lru_hits = self.lru_hits * keep + self.lru.num_hits(path)
+        self._num_requested = self._num_requested * keep + path[-1].stop
+        was_learned, hits, lead = self.is_learned, self.lru_hits, 0.0
         if not was_learned:
-            lead = min(LEAD * hits, FEWER_MISSES * (self._asked - hits))
+            lead = min(LEAD * hits, FEWER_MISSES * (self._num_requested - hits))
         self.is_learned = self.learned_hits > hits + lead
         return self.is_learned is not was_learned
 
@@ -296,7 +296,7 @@ class Learning:
         return LearnedOrder(self.times, guard)
 
     @property
-    def ruled(self) -> tuple[Tier, ...]:
+    def learned_tiers(self) -> tuple[Tier, ...]:
         """The tiers that use the learned order now."""
         return tuple([tier for tier, guard in self.guards.items() if guard.is_learned])
 
@@ -338,7 +338,7 @@ class Learning:
             shadow.put(path)
         self.counts.trim()
         if run is not None:
-            self._label_path(cache, run, _labels(path), splits=bool(self.ruled))
+            self._label_path(cache, run, _labels(path), splits=bool(self.learned_tiers))
 
     def _rest(self, path: Sequence[CountedRun]) -> None:
         """The runs of `path` are idle from now on."""
@@ -354,9 +354,9 @@ class Learning:
     def hinted(self, cache: PrefixCache, sequence: TokenSequence, in_s: float | None, category: str) -> int:
         """Put `sequence`, up to its last whole unit, into the bucket of a hint. Returns the number of cached units.
 
-        The hint is about the path that ends with `sequence`. Prefixes that other requests have used since keep their
-        buckets. If the prediction is that the prompt does not return, prefixes that other prompts continue keep their
-        buckets, too. The age of a prefix counts from its last use, so the prediction does, too."""
+        Prefixes that other requests have used since keep their buckets. If the prediction is that the prompt does not
+        return, prefixes that other prompts continue keep their buckets, too. The age of a prefix counts from its last
+        use, so the prediction does, too."""
         times = self.times
         now, path = times.advance(), self.counts.known(sequence, sequence.num_tokens // cache.layout.unit_tokens)
         if not path:
@@ -436,7 +436,7 @@ RUN_BYTES = 512
 
 
 @dataclass(slots=True, eq=False)
-class _Ruled:
+class _TierReport:
     num_switches: int = 0
     num_before: int = 0
     """Blocks evicted until the last switch."""
@@ -444,38 +444,42 @@ class _Ruled:
     """Those of them that were evicted while the learned order was in use."""
 
 
-class Rulings:
+class GuardReports:
     """Reports to the observer when the guard of a tier switches between the two orders."""
 
     def __init__(self, cache: PrefixCache, learning: Learning, moves: Moves) -> None:
         self._cache = cache
         self._learning = learning
         self._moves = moves
-        self._learned = learning.ruled
-        self._ruled = {tier: _Ruled() for tier in learning.tiers}
+        self._learned = learning.learned_tiers
+        self._reports = {tier: _TierReport() for tier in learning.tiers}
 
-    def look(self) -> None:
+    def report_switches(self) -> None:
         """Report switches. Called after the guards have counted a request."""
-        learned, before = self._learning.ruled, self._learned
+        learned, before = self._learning.learned_tiers, self._learned
         self._learned = learned
         for tier in self._learning.tiers:
             was_learned = tier in before
             if (tier in learned) is was_learned:
                 continue
-            ruled, num_evicted = self._ruled[tier], self._cache.tiers[tier].num_evicted
-            ruled.num_switches += 1
+            report, num_evicted = self._reports[tier], self._cache.tiers[tier].num_evicted
+            report.num_switches += 1
             if was_learned:
-                ruled.num_by_learned += num_evicted - ruled.num_before
-            ruled.num_before = num_evicted
+                report.num_by_learned += num_evicted - report.num_before
+            report.num_before = num_evicted
             self._moves.note(EvictionSwitched(self._tier(tier)))
 
     def _tier(self, tier: Tier) -> TierEviction:
-        ruled, num_evicted, is_learned = self._ruled[tier], self._cache.tiers[tier].num_evicted, tier in self._learned
-        num_by_learned = ruled.num_by_learned + (num_evicted - ruled.num_before if is_learned else 0)
+        report, num_evicted, is_learned = (
+            self._reports[tier],
+            self._cache.tiers[tier].num_evicted,
+            tier in self._learned,
+        )
+        num_by_learned = report.num_by_learned + (num_evicted - report.num_before if is_learned else 0)
         guard = self._learning.guards[tier]
         rule = EvictionRule.LEARNED if is_learned else EvictionRule.LRU
         return TierEviction(
-            tier, rule, guard.learned_hits, guard.last_used_hits, ruled.num_switches, num_by_learned,
+            tier, rule, guard.learned_hits, guard.lru_hits, report.num_switches, num_by_learned,
             num_evicted - num_by_learned,
         )  # fmt: skip
 

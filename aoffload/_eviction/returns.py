@@ -13,14 +13,14 @@ the age at which the bin before it ends:
     age in s     0 |......1|.1.4|..2|.2.8|...4|....5.7|......8|  ...
     counted        [tokens that reached this age] [of those, tokens that returned within the bin]   for each bucket
 
-So a prediction is believed as far as earlier predictions of its bucket have come true. If clients lie, the lies change
-the counts of their buckets, and later predictions of these buckets are believed less. Prefixes that have not returned
-yet count, too: they have reached all bins up to their age.
+So the more predictions of a bucket have come true, the more its next prediction changes the order. If clients lie, the
+lies change the counts of their buckets, and later predictions of these buckets change less. Prefixes that have not
+returned yet count, too: they have reached all bins up to their age.
 
-From the counts follows, for a block of some bucket and age, the probability that it returns by each later age, and the
-expected time that it takes up space until then. Its *worth* is the largest quotient of the two: the hits per second of
-one block of space, if the cache keeps the block for the best time. With a prediction the worth rises up to about the
-predicted time, and falls after it.
+For a block of some bucket and age, the counts give two numbers for each later age: the probability that the block
+returns by then, and the expected time that it takes up space until then. Its *worth* is the largest quotient of the two
+over all later ages: the hits per second of one block of space, if the cache keeps the block for the best time. With a
+prediction, the worth rises up to about the predicted time, and falls after it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NUM_CLASSES = 3
 MAX_BUCKETS = 192
 """Buckets, the classes included."""
 MAX_OF_CATEGORIES = 150
-"""Maximum number of buckets of hints with a category. After it, hints of new categories count as hints without one."""
+"""Once hints have this many buckets, a hint that needs a new bucket counts as a hint without a category."""
 NEVER = math.inf
 """The prediction that a prompt does not return."""
 PER_OCTAVE = 1.5
@@ -60,7 +60,7 @@ PRIOR_REQUESTS = 2.0
 EVERY = 512
 """Requests between two computations of the worth; fewer at first."""
 HALVED_AFTER = 4000
-"""Counts are halved after this many requests, so that older ones count less."""
+"""After this many requests, a count weighs half. Counts decay at each computation of the worth."""
 MOST = 0.999
 """Upper bound on the estimated probability to return within a bin."""
 
@@ -97,13 +97,13 @@ class ReturnTimes:
         self._total = 0.0
         """Units that became idle. Older ones count less."""
         self._computed_at = 0
-        self._asked = [0.0] * MAX_BUCKETS
+        self._became_idle = [0.0] * MAX_BUCKETS
         """Units that became idle, by bucket."""
         self._returned = [[0.0] * NUM_BINS for _ in range(MAX_BUCKETS)]
         """Units that returned, by bucket and bin."""
         self._past: list[tuple[int, Floats]] = [(0, np.zeros(MAX_BUCKETS))]
-        """Records of `_asked`, each with its time, the oldest first. The older the records, the larger the gaps between
-        their times."""
+        """Records of `_became_idle`, each with its time, the oldest first. The older the records, the larger the gaps
+        between their times."""
         plain = [1.0 / (1 + number) for number in range(NUM_BINS)]
         self.worth: list[list[float]] = [plain] * MAX_BUCKETS
         """By bucket and bin. At first this gives LRU order."""
@@ -115,12 +115,12 @@ class ReturnTimes:
     def bucket(self, category: str, in_s: float | None) -> int:
         """The bucket of a hint. `in_s`: seconds from the last use to the predicted return; None: the hint predicts no
         time."""
-        octave = None if in_s is None else _octave(in_s)
-        found = self._numbers.get((category, octave))
+        step = None if in_s is None else _step_of(in_s)
+        found = self._numbers.get((category, step))
         if found is None:
             if category and len(self._numbers) >= MAX_OF_CATEGORIES:
                 return self.bucket("", in_s)
-            self._numbers[category, octave] = found = NUM_CLASSES + len(self._numbers)
+            self._numbers[category, step] = found = NUM_CLASSES + len(self._numbers)
             self.worth[found] = self.worth[0]
         return found
 
@@ -128,17 +128,17 @@ class ReturnTimes:
         """What was learned about each bucket that has seen prompts."""
         hinted = {number: key for key, number in self._numbers.items()}
         for number in range(self._num_buckets):
-            asked, returned = self._asked[number], self._returned[number]
+            asked, returned = self._became_idle[number], self._returned[number]
             if asked < 0.5:
                 continue
-            category, octave = hinted.get(number, ("", None))
+            category, step = hinted.get(number, ("", None))
             num_returned, median, so_far = sum(returned), None, 0.0
             for length, end, count in zip(_LENGTHS, [*ENDS, 2 * ENDS[-1]], returned, strict=True):
                 so_far += count
                 if num_returned and so_far * 2 >= num_returned:
                     median = end / TICKS - length * (so_far - num_returned / 2) / count
                     break
-            predicted = octave if octave is None or octave == NEVER else 2 ** (octave / PER_OCTAVE)
+            predicted = step if step is None or step == NEVER else 2 ** (step / PER_OCTAVE)
             num_requests = number + 1 if number < NUM_CLASSES else None
             yield BucketStatistics(
                 category, predicted, num_requests, asked * unit_tokens, min(1.0, num_returned / asked), median
@@ -159,14 +159,14 @@ class ReturnTimes:
 
     def idle(self, bucket: int, num_units: int) -> None:
         """Count units that became idle just now."""
-        self._asked[bucket] += num_units
+        self._became_idle[bucket] += num_units
         self._total += num_units
         self._num_units += num_units
 
     def moved(self, old: int, new: int, num_units: int) -> None:
         """Count idle units in another bucket, because of a hint about them."""
-        self._asked[old] = max(0.0, self._asked[old] - num_units)  # those counts may count less by now
-        self._asked[new] += num_units
+        self._became_idle[old] = max(0.0, self._became_idle[old] - num_units)  # those counts may count less by now
+        self._became_idle[new] += num_units
 
     def counted(self) -> None:
         """The units of one request were counted."""
@@ -180,7 +180,7 @@ class ReturnTimes:
         self._total *= kept
         for asked in (asked for _, asked in self._past):
             asked *= kept
-        for counts in (self._asked, *self._returned[: self._num_buckets]):
+        for counts in (self._became_idle, *self._returned[: self._num_buckets]):
             counts[:] = [count * kept for count in counts]
 
     @property
@@ -203,7 +203,7 @@ class ReturnTimes:
         self.num_computed += 1
 
     def _note(self) -> None:
-        """Record `_asked`, and drop older records whose times are too close together for their age."""
+        """Record `_became_idle`, and drop older records whose times are too close together for their age."""
         past, now = self._past, self.now
         kept = past[:1]
         for at in range(1, len(past)):
@@ -212,7 +212,7 @@ class ReturnTimes:
                 kept.append(past[at])
         if kept[-1][0] == now:
             kept.pop()
-        kept.append((now, np.array(self._asked)))
+        kept.append((now, np.array(self._became_idle)))
         self._past = kept
 
     def _reached(self, all_returned: Floats) -> Floats:
@@ -239,18 +239,20 @@ class ReturnTimes:
         return reached
 
 
-def _octave(in_s: float) -> float:
-    """The predicted time, rounded so that its bucket has times of about the same order."""
+def _step_of(in_s: float) -> float:
+    """The predicted time as a number of steps on a logarithmic scale, `PER_OCTAVE` for each doubling. Times of one step
+    share a bucket. `NEVER` stays `NEVER`."""
     if in_s == NEVER:
         return NEVER
     return float(round(PER_OCTAVE * math.log2(min(max(in_s, MIN_PREDICTED_S), MAX_PREDICTED_S))))
 
 
 def _worth_by_bin(rates: list[float]) -> list[float]:
-    """The worth in each bin. `rates`: the share of the units that reach a bin and return within it.
+    """The worth in each bin. `rates`: for each bin, the share that returns within it, of the units that
+    reach it.
 
-    From the last bin backwards, each stretch of bins is joined with the stretch after it while that stretch is worth
-    more. The end of the joined stretch is the best age to keep a block for."""
+    Goes from the last bin to the first. Joins a bin with the stretch of bins after it, as long as that stretch is worth
+    more per second. The cache should keep a block until the end of the joined stretch."""
     spans: list[tuple[float, float]] = []
     kept = 1.0
     for rate, length in zip(rates, _LENGTHS, strict=True):

@@ -16,7 +16,7 @@ class EvictionRule(enum.Enum):
     LRU = "lru"
     """Least recently used first."""
     LEARNED = "learned"
-    """The least likely to return first, as learned from the traffic."""
+    """The blocks that are worth least first: the fewest expected hits for the space and the time that they take."""
     OWN = "own"
     """An order of the program's own."""
 

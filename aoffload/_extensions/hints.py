@@ -4,8 +4,8 @@ Five verbs, each about one prompt (`_common/hints.py` has them as values). Each 
 REJECTED with a reason, and changes nothing if it is rejected.
 
     pin        a pin that ends after its time to live. No `with` block ends it
-    prefetch   begins a fetch from the tiers below the host or, if these have nothing more, in a `Ledger` a prefetch.
-               The shell continues with the prefetch when the fetch is over
+    prefetch   begins a fetch, if the tiers below the host have more of the prompt. Otherwise, in a `Ledger`, it begins
+               a prefetch from the host to the device. After a fetch, the runtime begins that prefetch
     demote     ends the pins of the prompt, and moves its blocks down: in a `Ledger` from the device to the host. In a
                `HostCache` it frees the host blocks that the disk has, too
     returns    a prediction for learned eviction
@@ -22,8 +22,8 @@ agent that goes on with its conversation replaces its pin, and a system prompt t
 **A pin grows.** When an engine says `pin` at the end of its request, the last stores of the request are still under
 way. The pin keeps the blocks that these stores bring as soon as they have landed.
 
-No hint names another prompt than that of its request, and the root of that prompt has the salt. So no hint touches KV
-of another salt.
+A hint is always about the prompt of its own request. The root of that prompt contains the salt of the request, so no
+hint touches KV of another salt.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ class HintAnswer:
     reason: HintReason = HintReason.NONE
     """NONE if the outcome is ACCEPTED."""
     num_tokens: int = 0
-    """The leading tokens of the prompt that are pinned, or will be when stores under way have landed; that are copied;
-    that the prediction is about; or that were pinned until now."""
+    """Number of leading tokens of the prompt. For a pin: those that are pinned, now or when stores under way land. For
+    a prefetch or a demotion: those that move. For `returns` and `done`: those that are cached. If the hint only ended
+    pins: those that were pinned. 0 if it was rejected."""
     action_id: str = ""
     """The id of the action that carried the hint; empty if it had none."""
     plans: tuple[TransferPlan, ...] = attrs.field(default=(), eq=False, repr=False)
@@ -257,7 +258,7 @@ class Hints(LedgerExtension):
                 self._check_share(pins, self._ledger.sequence_of(shorter))
                 found: Pin = pins.hold(shorter, expires_at=expires_at)
                 return found
-            except OutOfBlocks as error:  # of this share, of that of all pins, or of a quota
+            except OutOfBlocks as error:  # over `max_hint_pinned_share`, `max_pinned_share` or a quota
                 excess = max(1, error.num_needed - error.num_available)
                 stop -= -(-excess // max(1, layout.full.width))
         return None

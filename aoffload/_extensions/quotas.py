@@ -10,8 +10,8 @@ or fetch. It asks how many units it may bring (`ask_take`). The answer follows f
     ceiling        what the account holds, what copies under way bring for it, and what is asked for stay at or below
                    the ceiling. First the account's own oldest blocks are evicted. If too few are evictable, the rest is
                    refused
-    floors         blocks that are still missing are evicted in the order of `AccountOrder`, up to the block at which an
-                   account reaches its floor
+    floors         if too few blocks are free then, blocks of any account are evicted in the order of `AccountOrder`.
+                   When the account that loses them reaches its floor, the order is asked again
 
 A floor is a preference of the order, and no promise: `num_available` counts the evictable blocks of all accounts, so if
 no account above its floor has an evictable block, the oldest of all blocks is evicted.
@@ -79,9 +79,9 @@ class AccountStatistics:
     num_pinned: int
     """Blocks of the host that its pins hold."""
     max_pinned: int | None
-    """None: no limit of its own."""
+    """None: the account has no limit for pins."""
     num_writable: int | None
-    """Blocks that may still be written to the disk today. None: no limit of its own."""
+    """Blocks that may be written to the disk for the account now. None: the account has no `daily_writes`."""
 
     def __str__(self) -> str:
         held = [
@@ -95,7 +95,7 @@ class AccountStatistics:
 
 @attrs.frozen
 class QuotaReached(Event):
-    """A quota has cut a store of the account. Further cuts are not reported until `QuotaLeft`."""
+    """A quota has cut a store of the account. Further cuts are not reported until `QuotaCleared`."""
 
     account: str
     tier: Tier
@@ -104,7 +104,7 @@ class QuotaReached(Event):
 
 
 @attrs.frozen
-class QuotaLeft(Event):
+class QuotaCleared(Event):
     """A store of the account was not cut, for the first time since `QuotaReached`."""
 
     account: str
@@ -306,7 +306,7 @@ class QuotaAccounts(LedgerExtension):
         share.num_refused += (num_units - granted) * width
         if share.is_cut is not (granted < num_units):
             share.is_cut = not share.is_cut
-            self._moves.note(QuotaReached(account.name, tier, limit) if limit else QuotaLeft(account.name, tier))
+            self._moves.note(QuotaReached(account.name, tier, limit) if limit else QuotaCleared(account.name, tier))
         return granted
 
     def _num_evictable(self, tier: Tier, number: int, enough: int) -> int:

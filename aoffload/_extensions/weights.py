@@ -73,13 +73,13 @@ class Weights(LedgerExtension):
         self._begin(check_epoch("weights_epoch", ledger.config.weights_epoch))
 
     def set(self, epoch: str) -> None:
-        """Set the weights' epoch: the name of the weights with which the engine computes from now on, of at most 256
-        characters. Empty is the epoch before any was set. Does nothing if `epoch` is the present epoch. Otherwise, no
+        """Set the weights' epoch: a name, of at most 256 characters, of the weights with which the engine computes from
+        now on. Empty: the epoch of programs that set none. Does nothing if `epoch` is the present epoch. Otherwise, no
         request begins to compute with KV of another epoch after this call, and every pin ends (DROPPED).
 
-        Call it between the last forward with the old weights and the first one with the new weights, once the results
-        of the former are committed. A forward that runs during the call is right, too: its requests publish nothing any
-        more."""
+        Call it between the last forward with the old weights and the first one with the new weights, after the results
+        of the last forward with the old weights were committed. If a forward runs during the call, its requests publish
+        nothing any more, so no wrong KV is cached."""
         ledger, new = self._ledger, check_epoch("epoch", epoch)
         ledger.hooks.refuse_verb()
         old = self.epoch

@@ -25,7 +25,7 @@ from .._extensions.hints import HintAnswered
 from .._extensions.overlap import OverlapMoved, OverlapState
 from .._extensions.pins import PinMoved, PinState
 from .._extensions.prefetch import Demotion, Prefetch
-from .._extensions.quotas import QuotaLeft, QuotaReached
+from .._extensions.quotas import QuotaCleared, QuotaReached
 from .._extensions.status import SlowStep, SlowWait
 from .._extensions.transfers import CacheTransferMoved, CacheTransferState, Fetch
 from .._extensions.weights import WeightsChanged
@@ -289,7 +289,7 @@ WRITERS: dict[type[Event], Callable[[Any, Any], None]] = {
     QuotaReached: lambda log, event: log.info(
         "quota_reached", account=event.account, tier=event.tier.name.lower(), limit=event.limit
     ),
-    QuotaLeft: lambda log, event: log.info("quota_left", account=event.account, tier=event.tier.name.lower()),
+    QuotaCleared: lambda log, event: log.info("quota_cleared", account=event.account, tier=event.tier.name.lower()),
     HintAnswered: _hint_answered,
     RequestCancelled: lambda log, event: log.info(
         "request_cancelled", request_id=event.request.request_id, reason=event.reason

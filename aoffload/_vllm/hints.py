@@ -56,10 +56,10 @@ class EngineHints:
     submit: Callable[[Sequence[TransferPlan]], object]
     clock: Callable[[], float]
     lapses_at: float = math.inf
-    """The time at which a pin ends."""
+    """The time of the next call of `ledger.lapse`; infinity if no pin expires."""
 
     def prefetch(self, given: Sequence[GivenHint], prefix: Prefix | None, *, may_fetch: bool) -> dict[int, HintAnswer]:
-        """Apply the prefetches of a request that begins. Returns their answers, by their place."""
+        """Apply the prefetches of a request that begins. Returns their answers, by place in `given`."""
         found: dict[int, HintAnswer] = {}
         for place, action in enumerate(given):
             if isinstance(action.hint, PrefetchHint):
@@ -74,7 +74,7 @@ class EngineHints:
         self, request: Any, given: Sequence[GivenHint], prefix: Prefix | None, answers: dict[int, HintAnswer]
     ) -> dict[str, Any]:
         """Apply the other hints of a request that has finished. `prefix`: all its tokens; None: its KV is not cached.
-        Returns what its client is answered."""
+        Returns the field of the response that has the answers."""
         is_aborted = getattr(getattr(request, "status", None), "name", "") in _ABORTED
         found: list[HintAnswer] = []
         for place, action in enumerate(given):

@@ -2,7 +2,8 @@
 
 vLLM has a text for the weights with which it computes, and calls that set it after an update of the weights. Only the
 engine core knows the version, and vLLM passes it to no connector. So the connector reads the version at each hook of
-the scheduler. vLLM sets the version between two steps, so no request is matched and nothing is stored in between.
+the scheduler. vLLM sets the version between two steps, so the connector matches no request and stores nothing
+between the change and its next read of the version.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ def _meanings() -> dict[str, Meaning]:
         "eviction_switched": Meaning(Kind.EVICTION, "switched"),
         "weights_changed": Meaning(Kind.WEIGHTS, "changed"),
         "quota_reached": Meaning(Kind.QUOTA, "reached"),
-        "quota_left": Meaning(Kind.QUOTA, "left"),
+        "quota_cleared": Meaning(Kind.QUOTA, "left"),
         "hint_answered": Meaning(Kind.HINT, "answered"),
         "fetch_declined": Meaning(Kind.DECLINED, "fetch"),
         "load_declined": Meaning(Kind.DECLINED, "load"),

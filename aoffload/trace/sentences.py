@@ -295,7 +295,7 @@ _SENTENCES: Mapping[str, Callable[[Event], str]] = {
     "eviction_switched": _switched,
     "weights_changed": _weights,
     "quota_reached": quota,
-    "quota_left": quota,
+    "quota_cleared": quota,
     "hint_answered": _hint_answered,
     "demotion_moving": _demotion,
     "demotion_done": _demotion,

@@ -61,7 +61,7 @@ def learned(
 def ruling(driven: Driven) -> Driven:
     """The learned order rules from now on, whatever the guard counts."""
     guard = driven.ledger.eviction.learning.guards[Tier.HOST]
-    guard.learned_hits, guard.last_used_hits, guard.is_learned = 1e12, 1.0, True
+    guard.learned_hits, guard.lru_hits, guard.is_learned = 1e12, 1.0, True
     return driven
 
 
@@ -151,7 +151,7 @@ def test_what_is_counted_stays_small_and_fades() -> None:
     """However many requests come: of the past, the less is kept the longer ago it is, and old counts weigh less."""
     times = Traffic().run(60_000, lambda _: (0, None))
     assert len(times._past) <= MERGED * 24
-    assert times._asked[0] < 2 * HALVED_AFTER
+    assert times._became_idle[0] < 2 * HALVED_AFTER
 
 
 def test_buckets_are_bounded() -> None:
@@ -412,7 +412,7 @@ def test_moved_counts_are_never_negative() -> None:
     traffic = Traffic()
     times = traffic.run(20_000, lambda _: (0, None))
     times.moved(0, times.bucket("", NEVER), 10**6)
-    assert times._asked[0] == 0.0
+    assert times._became_idle[0] == 0.0
 
 
 def test_a_request_of_other_weights_is_idle_under_its_new_root() -> None:
@@ -458,7 +458,7 @@ def test_a_request_that_fails_is_idle_again() -> None:
     driven.serve(A)
     driven.ledger.release(driven.admit(A), "cancelled")
     times = driven.ledger.eviction.learning.times
-    assert sum(times._asked) == pytest.approx(4 + 4, rel=0.001)
+    assert sum(times._became_idle) == pytest.approx(4 + 4, rel=0.001)
     assert sum(map(sum, times._returned)) == pytest.approx(4, rel=0.001)
 
 
@@ -496,7 +496,7 @@ def test_the_last_use_rules_where_it_hits_more() -> None:
     guard = Guard(times, 400)
     counts = HitCounts(LAYOUT, 10**6, 1, None, _are_alike)
     assert not guard.is_learned
-    guard.is_learned, guard.learned_hits, guard.last_used_hits = True, 100.0, 90.0
+    guard.is_learned, guard.learned_hits, guard.lru_hits = True, 100.0, 90.0
     for number in range(200):
         for bucket, name in ((0, number % 8), (1, 1000 + number)):
             sequence = TokenSequence(Prefix.of(Root(""), prompt(name, 16)), 1)
@@ -506,10 +506,10 @@ def test_the_last_use_rules_where_it_hits_more() -> None:
                 counted.bucket, counted.last_asked = bucket, times.advance()
             for shadow in guard.shadows:
                 shadow.put(path)
-    for shadow in (guard.learned, guard.last_used):
+    for shadow in (guard.learned, guard.lru):
         assert sum(shadow.held.values()) == shadow.num_held > 0 and shadow.num_held <= shadow.capacity
         assert min(shadow.held.values()) > 0
-    assert not guard.is_learned and guard.learned_hits < guard.last_used_hits
+    assert not guard.is_learned and guard.learned_hits < guard.lru_hits
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -519,14 +519,14 @@ def test_simulated_caches_hold_what_their_orders_keep(seed: int) -> None:
         rng, clock = random.Random(seed), Clock()
         driven = learned(num_device=8, num_host=24, clock=clock)
         guard = driven.ledger.eviction.learning.guards[Tier.HOST]
-        shadow, hits, simulated = (guard.learned if is_learned else guard.last_used), 0, 0
+        shadow, hits, simulated = (guard.learned if is_learned else guard.lru), 0, 0
         for _ in range(300):
             clock.now += rng.randrange(30)
             tokens = prompt(int(20 * rng.random() ** 2), 13 + 4 * rng.randrange(2))
             path = driven.ledger.eviction.learning.counts.known(TokenSequence(driven.prefix(tokens), BLOCK), 3)
             simulated += shadow.num_hits(path)
             hits += min(3, sum(driven.hit(tokens)) // BLOCK)
-            guard.is_learned, guard.learned_hits, guard.last_used_hits = (
+            guard.is_learned, guard.learned_hits, guard.lru_hits = (
                 is_learned,
                 1e9 * is_learned,
                 1e9 * (not is_learned),
@@ -548,7 +548,7 @@ class Heard:
 def hit_lately(driven: Driven, by_learned: float, last_use: float) -> None:
     """So often, in the simulated caches of the host's guard."""
     guard = driven.ledger.eviction.learning.guards[Tier.HOST]
-    guard.learned_hits, guard.last_used_hits, guard._asked = by_learned, last_use, 1e6
+    guard.learned_hits, guard.lru_hits, guard._num_requested = by_learned, last_use, 1e6
 
 
 def test_a_switch_of_the_ruling_order_is_told_once_and_evictions_are_counted_by_it() -> None:

@@ -16,7 +16,7 @@ from aoffload._kernel.events import Event, StoreSkipped
 from aoffload._kernel.pools import LeastRecentlyUsed
 from aoffload._kernel.states import Outcome
 from aoffload.errors import ConfigError, IntegrityError, OutOfBlocks
-from aoffload.ledger import Prefix, QuotaLeft, QuotaReached, Root
+from aoffload.ledger import Prefix, QuotaCleared, QuotaReached, Root
 from benchmarks.made_traces import made
 from benchmarks.tenants import hits_of_one
 from proof.programs.fingerprint import changes, fingerprint
@@ -52,7 +52,7 @@ class Heard:
         self.events: list[Event] = []
 
     def observe(self, event: Event) -> None:
-        if isinstance(event, (QuotaReached, QuotaLeft, StoreSkipped)):
+        if isinstance(event, (QuotaReached, QuotaCleared, StoreSkipped)):
             self.events.append(event)
 
 
@@ -177,7 +177,7 @@ def test_a_store_is_cut_if_nothing_of_the_tenant_is_evictable() -> None:
     assert isinstance(skipped, StoreSkipped) and (skipped.num_blocks, skipped.reason) == (2, "refused")
     assert sum(isinstance(event, QuotaReached) for event in heard.events) == 1
     driven.on_host_only(units(3, 3), root=ANNA)
-    assert heard.events[-1] == QuotaLeft("team-a", Tier.HOST)
+    assert heard.events[-1] == QuotaCleared("team-a", Tier.HOST)
 
 
 def test_what_copies_bring_counts_below_a_ceiling() -> None:

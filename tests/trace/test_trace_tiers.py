@@ -186,7 +186,7 @@ def test_what_is_left_alone_and_which_order_rules_is_told(tmp_path: Path, capsys
         line(1008, "hint_answered", verb="pin", outcome="clipped", reason="no_room", num_tokens=16),
         line(1010, "weights_changed", old="", new="step-7"),
         line(1011, "quota_reached", account="team-a", tier="host", limit="ceiling"),
-        line(1012, "quota_left", account="team-a", tier="host"),
+        line(1012, "quota_cleared", account="team-a", tier="host"),
     )  # fmt: skip
     output = output_of(capsys, written)
     for expected in (
