@@ -13,7 +13,7 @@ the root.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
@@ -130,6 +130,10 @@ class AccountOrder:
     def parts_of(self, number: int) -> Iterator[Part]:
         """The parts of the account, in eviction order."""
         return iter(self._own[number])
+
+    def unsorted_parts_of(self, number: int) -> Iterable[Part]:
+        """As `parts_of`, in any order. The learned order sorts all parts before it names the first one."""
+        return self._own[number].parts()
 
     def num_evictable(self, part: Part) -> int:
         """Units of `part`, the oldest one, that may be evicted before `oldest` has to be asked again: an account above

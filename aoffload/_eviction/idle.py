@@ -13,7 +13,7 @@ bin are worth the same, so only the oldest of them is compared with others: a fe
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
@@ -63,6 +63,10 @@ class IdlePaths(Generic[Node]):
 
     def __contains__(self, node: Node) -> bool:
         return node in self._entries
+
+    def nodes(self) -> Iterable[Node]:
+        """All idle nodes, in any order."""
+        return self._entries.keys()
 
     def add(self, node: Node, parent: Node | None, bucket: int, last_use: int) -> None:
         self._num_added = number = self._num_added + 1

@@ -16,7 +16,7 @@ changes, and counts the evictions in each order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -235,6 +235,9 @@ class LearnedOrder:
 
     def oldest(self) -> Part | None:
         return self._idle.least_worth() if self._guard.is_learned else self._idle.oldest()
+
+    def parts(self) -> Iterable[Part]:
+        return self._idle.nodes()
 
     def key(self, part: Part) -> tuple[float, int]:
         """Compares parts of several orders of the same tier."""

@@ -312,7 +312,7 @@ class QuotaAccounts(LedgerExtension):
     def _num_evictable(self, tier: Tier, number: int, enough: int) -> int:
         """Evictable blocks of the account. The count ends at `enough`."""
         found = 0
-        for part in self._order(tier).parts_of(number):
+        for part in self._order(tier).unsorted_parts_of(number):
             found += len(part.blocks)
             if found >= enough:
                 break

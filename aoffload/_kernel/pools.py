@@ -405,6 +405,9 @@ class LeastRecentlyUsed:
     def oldest(self) -> Part | None:
         return self.first
 
+    def parts(self) -> Iterable[Part]:
+        return self
+
     def key(self, part: Part) -> int:
         """Compares parts of several lists whose uses are numbered together."""
         return part.last_use

@@ -111,6 +111,10 @@ class EvictionOrder(Protocol):
 class ComparedOrder(EvictionOrder, Protocol):
     """An order whose parts can be compared with those of another order of its kind."""
 
+    def parts(self) -> Iterable[Part]:
+        """All parts, in any order."""
+        ...
+
     def key(self, part: Part) -> Any:
         """Of the first parts of several orders of this kind, the part with the smallest key is evicted first."""
         ...
