@@ -88,10 +88,16 @@ class Slots:
             self.records.pop(slot, None)
 
     def after_a_kill(
-        self, under_way: Sequence[SlotCopy], host: Memory, is_right: Callable[[int], bool], rng: random.Random
+        self,
+        under_way: Sequence[SlotCopy],
+        first_generation: int,
+        host: Memory,
+        is_right: Callable[[int], bool],
+        rng: random.Random,
     ) -> Slots:
         """The contents that the process would leave if it were killed now. More blocks of the stores in
-        progress have reached the disk, and the last of these may be torn."""
+        progress have reached the disk, and the last of these may be torn. `first_generation`: the generation of stores
+        that were planned before any reset of the process."""
         found = Slots(len(self.content))
         found.content, found.records = list(self.content), dict(self.records)
         found.identity, found.generation, found._num_written = self.identity, self.generation, self._num_written
@@ -104,17 +110,25 @@ class Slots:
                 # moments.
                 found.erase(copy.plan.destination_ids)
             else:
-                found._go_on(copy, host, is_right, rng)
+                found._go_on(copy, first_generation, host, is_right, rng)
         return found
 
-    def _go_on(self, copy: SlotCopy, host: Memory, is_right: Callable[[int], bool], rng: random.Random) -> None:
-        plan, labels = copy.plan, DiskPayload.of(copy.plan).labels
+    def _go_on(
+        self,
+        copy: SlotCopy,
+        first_generation: int,
+        host: Memory,
+        is_right: Callable[[int], bool],
+        rng: random.Random,
+    ) -> None:
+        plan, payload = copy.plan, DiskPayload.of(copy.plan)
+        generation = first_generation + payload.generation
         stop = rng.randint(copy.num_moved, plan.num_blocks)
         for index in range(copy.num_moved, stop):
             if not is_right(plan.source_ids[index]):
                 return
             content = host.content[plan.source_ids[index]]
-            self.write(plan.destination_ids[index], content, content, labels[index], self.generation)
+            self.write(plan.destination_ids[index], content, content, payload.labels[index], generation)
         if stop < plan.num_blocks and rng.random() < 0.5:
             self.tear(plan.destination_ids[stop])
 

@@ -195,7 +195,9 @@ class TagDisk:
 
     def after_a_kill(self) -> Slots:
         """The contents that the process would leave if it were killed now."""
-        found = self.slots.after_a_kill(list(self.under_way.values()), self.host, self.is_right, self.random)
+        found = self.slots.after_a_kill(
+            list(self.under_way.values()), self._first_generation, self.host, self.is_right, self.random
+        )
         if self.is_resetting:
             found.records.clear()  # a reset may have reached the disk or not, so these records are not checked
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proof.programs import GroupShape, Program, QuotaShape, World, call, check_program
+from proof.programs import Face, GroupShape, Program, QuotaShape, World, call, check_program
 
 LOADED = [2, 1, 1, 2, 0, 0, 1, 0, 0, 2]
 
@@ -324,3 +324,21 @@ def test_no_run_is_split_where_its_tail_would_have_no_blocks() -> None:
     )
     world = World(groups, 119, 54, 1000, "lazy", num_disk_blocks=1, eviction="learned:device")
     check_program(Program("ledger", world, calls))
+
+
+@pytest.mark.parametrize("face", ["asyncio", "trio"])
+def test_a_store_that_hangs_over_a_reset_is_found_by_no_restart(face: Face) -> None:
+    """The store was planned before the reset, and the process is killed while the store still hangs. What the store has
+    written has the generation of its plan, so no restart finds it. (The simulated disk gave it the present one.)"""
+    calls = (
+        call("fault", kind="disk_hang"),
+        call("serve", who="b", tokens=(3, 1, 3)),
+        call("serve", who="b", tokens=(3,)),
+        call("reset", who="b"),
+        call("restart", how="killed"),
+        call("restored", who="b"),
+        call("fetch", who="b", tokens=(3, 1)),
+        call("request", who="a", tokens=(3, 1)),
+    )
+    world = World((GroupShape("full", 0, 1),), 4, 100, 1000, "eager", 0.5, 1.0, 160)
+    check_program(Program(face, world, calls, 559))
