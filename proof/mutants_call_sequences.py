@@ -123,7 +123,7 @@ CALL_SEQUENCE_MUTANTS = (
         "            if self._ask_blocks():\n                continue\n"
         "            self._forget_match(request)\n            if device.pool.num_free == before:\n" + WAITS_ON,
         "pins promise nothing to whom nobody else can make room",
-        programs=True,
+        test="tests/core/test_program_regressions.py::test_who_can_never_fit_hears_so_though_its_hit_made_it_seem_to",
     ),
     Mutant(
         "who can never fit waits",
