@@ -57,10 +57,12 @@ class Bench:
         row = self.judge("a large pool, without offload", self.reference)
         return replace(row, outputs="the reference")
 
-    def talk(self, engine: Engine) -> Served:
-        """The same conversations, turn after turn."""
+    def talk(self, engine: Engine, *, rests: bool = False) -> Served:
+        """The same conversations, turn after turn. `rests`: the copies of a turn end before the next turn begins."""
         for turn in range(self.talks.num_turns):
             engine.serve(self.turn(turn), self.talks.num_new_tokens)
+            if rests:
+                engine.rest()
         return engine.rest()
 
     def turn(self, turn: int) -> dict[str, list[int]]:

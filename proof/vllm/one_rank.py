@@ -63,11 +63,12 @@ def ours(bench: Bench, num_blocks: int = SMALL_POOL, model: str = "") -> Row:
 
 
 def narrow(bench: Bench) -> Row:
-    """With `max_bytes_in_flight` at an eighth of a step's bytes, the hits are those of vLLM's own connector."""
+    """With `max_bytes_in_flight` at an eighth of a step's bytes, the hits are those of vLLM's own connector. Both rest
+    between turns, because else the hits depend on how fast the machine copies."""
     with bench.engine(SMALL_POOL, PEER) as engine:
-        theirs = bench.talk(engine).num_cached_tokens
+        theirs = bench.talk(engine, rests=True).num_cached_tokens
     with bench.engine(SMALL_POOL, ours_with(max_bytes_in_flight=STEP_BYTES // 8)) as engine:
-        served = bench.talk(engine)
+        served = bench.talk(engine, rests=True)
     found = served.num_cached_tokens
     row = bench.judge("a small pool, an eighth of a step in flight", served, f"the peer finds {theirs:,} tokens")
     return row.missed(f"{found:,} tokens cached, and {theirs:,} with the peer" if found < theirs else "")
