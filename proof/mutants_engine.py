@@ -181,8 +181,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "an answer that only its own task hears",
         CALLS,
-        "            self._wake()  # another task may wait for this answer\n",
-        "            pass\n",
+        "                self._wake()  # another task may wait for this answer\n",
+        "                pass\n",
         "no hang: an answer to one task ends the waits of others in the same request",
         test=f"{RUNTIME}test_an_answer_to_one_task_ends_the_wait_of_another_one",
     ),

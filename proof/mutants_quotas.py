@@ -111,8 +111,8 @@ QUOTA_MUTANTS = (
     Mutant(
         "an idle disk turns over the blocks of a tenant",
         LOWER,
-        "            if num_blocks <= room:\n",
-        "            if True:\n",
+        "        if num_blocks > may_store:\n",
+        "        if False:\n",
         "an idle disk evicts nothing",
         test=f"{TESTS}::test_an_idle_disk_does_not_turn_over_the_blocks_of_a_tenant",
     ),
@@ -167,10 +167,27 @@ QUOTA_MUTANTS = (
     Mutant(
         "a scan in the order of the accounts",
         LOWER,
-        "        parts.sort(key=lambda part: part.last_use)",
-        "        pass",
+        "if scanned.get(id(part)) == part.last_use:",
+        "if part.last_use <= max(scanned.values(), default=0):",
         "an idle disk gets blocks of every tenant",
         test=f"{TESTS}::test_an_idle_disk_gets_blocks_of_every_tenant",
+    ),
+    Mutant(
+        "an idle scan that ends at the limit of one tenant",
+        LOWER,
+        "            else:\n                scanned[id(part)] = part.last_use\n",
+        "            elif is_lacking:\n                num_blocks -= len(part.blocks)\n"
+        "            else:\n                scanned[id(part)] = part.last_use\n",
+        "a tenant at its limit of the disk keeps no other from it",
+        test=f"{TESTS}::test_a_tenant_at_its_limit_of_the_disk_keeps_no_other_from_it",
+    ),
+    Mutant(
+        "the order foretells units across the floor",
+        ORDER,
+        "(above[number] < part.width, ",
+        "(above[number] <= 0, ",
+        "the disk stores first what the host evicts first",
+        test=f"{TESTS}::test_a_unit_of_two_blocks_does_not_cross_a_floor",
     ),
     Mutant(
         "each cut is an event",

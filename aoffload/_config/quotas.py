@@ -44,14 +44,15 @@ def _field() -> Any:
 class Quota:
     """The limits of one account. Sizes are bytes, or text such as "8GiB". None means no limit, or no floor.
 
-    While any account above its floor has an evictable block, an account at or below its floor loses no block to other
-    accounts.
-    A floor only orders evictions. It reserves no space: other accounts use the space that the account does not need.
-    The cache evicts no blocks that requests or copies use, in any account. At its
-    ceiling, an account evicts its own blocks first. If too few of them are evictable, the rest of the store is skipped.
+    While any account could lose a block and keep its floor, and has an evictable block, an account at or below its
+    floor loses no block to other accounts. A floor only orders evictions. It reserves no space: other accounts use the
+    space that the account does not need. The cache evicts no blocks that requests, pins or copies hold, in any account.
 
-    `pinned` limits the host memory held by pins of the account. `daily_writes` limits the bytes written to the disk for
-    the account within any 24 hours.
+    At its ceiling, an account evicts its own blocks first. If too few of them are evictable, the rest of the store is
+    skipped.
+
+    `pinned` limits the host memory held by pins of the account, and their memory of the device. `daily_writes` limits
+    the bytes written to the disk for the account within any 24 hours.
     """
 
     name: str = attrs.field(default="", validator=_name)

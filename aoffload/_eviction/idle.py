@@ -45,7 +45,7 @@ class IdlePaths(Generic[Node]):
         """Of each node that has any, its idle children. The node need not be idle."""
         self._changed: dict[Node, None] = {}
         """Nodes that may have become leaves, or may no longer be leaves. Most nodes change several times between two
-        evictions, so the leaves are sorted at the next eviction."""
+        questions for a leaf, so they are sorted at the next question, or once they are more than `MAX_CHANGED`."""
         self._keys: dict[Node, tuple[int, int, int]] = {}
         """Of each leaf, its bucket, its last use and its number, as it was sorted."""
         self._leaves: dict[int, list[Leaf[Node]]] = {}

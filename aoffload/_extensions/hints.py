@@ -86,9 +86,10 @@ class HintAnswer:
     reason: HintReason = HintReason.NONE
     """NONE if the outcome is ACCEPTED."""
     num_tokens: int = 0
-    """Number of leading tokens of the prompt. For a pin: those that are pinned, now or when stores under way land. For
-    a prefetch or a demotion: those that move. For `returns` and `done`: those that are cached. If the hint only ended
-    pins: those that were pinned. 0 if it was rejected."""
+    """A number of tokens of the prompt. For a pin: the leading tokens that are pinned, now or when stores under way
+    land. For a prefetch: those after the hit that are brought up. For a demotion: those that leave their tier. For
+    `returns` and `done`: those that are cached. If the hint only ended pins: those that were pinned. 0 if it was
+    rejected."""
     action_id: str = ""
     """The id of the action that carried the hint; empty if it had none."""
     plans: tuple[TransferPlan, ...] = attrs.field(default=(), eq=False, repr=False)

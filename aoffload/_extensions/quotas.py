@@ -194,10 +194,15 @@ class QuotaAccounts(LedgerExtension):
         return self._cache.tiers[tier].capacity if shares is None else shares[number].ceiling
 
     def num_left(self, tier: Tier, number: int) -> int:
-        """Blocks of `tier` that the account may store without evicting its own."""
+        """Blocks of `tier` that the account may store now without evicting its own."""
         self._count_pending()
         shares = self._shares.get(tier)
-        return self.ceiling(tier, number) if shares is None else shares[number].num_left()
+        if shares is None:
+            return self.ceiling(tier, number)
+        left, writable = shares[number].num_left(), None
+        if tier is Tier.DISK:
+            writable = self._num_writable(self._accounts[number])
+        return left if writable is None else min(left, writable)
 
     def _recognise(self, root: Root) -> None:
         """Move restored runs with the digest of `root` to the account of its salt."""

@@ -635,9 +635,11 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
         # Not `self._wake`: the ledger would keep an abandoned request alive for as long as it is PENDING.
         wake = record.when_idle
         self._session.ledger.match_again(record, num_device_tokens=num_device_tokens, wake=wake)
-        self._matched(record)
-        if not record.match.is_pending:
-            self._wake()  # another task may wait for this answer
+        try:
+            self._matched(record)
+        finally:
+            if not record.match.is_pending:
+                self._wake()  # another task may wait for this answer
         return record.match
 
     async def match_again(self, *, num_device_tokens: int) -> PrefixMatch:

@@ -16,6 +16,7 @@ from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import TransferPlan
 from aoffload._kernel.states import Outcome
 from aoffload._tiers.disk.plans import DiskPayload
+from aoffload._tiers.lower.rules import MAX_SCANNED
 from aoffload.errors import ConfigError, InvalidArgument
 
 
@@ -177,14 +178,21 @@ def test_what_was_asked_for_twice_goes_down_while_the_disk_is_idle() -> None:
     assert [disk.on_disk([*prompt(name, 4 * BLOCK), 1]) // BLOCK for name in (1, 2, 3)] == [0, 4, 0]
 
 
-def test_the_front_of_what_was_used_together_goes_down_where_its_tail_has_nothing_to_store() -> None:
-    """A prompt in the host, the front of which was asked for twice, and not its tail: the front is stored."""
-    disk, tokens = Disk(num_device=32, num_host=64), prompt(1, 8 * BLOCK)
+@pytest.mark.parametrize("num_before", [0, MAX_SCANNED - 1])
+def test_the_front_of_what_was_used_together_goes_down_where_its_tail_has_nothing_to_store(num_before: int) -> None:
+    """A prompt in the host, the front of which was asked for twice, and not its tail: the front is stored, even if a
+    scan ends between the two."""
+    disk, tokens = Disk(num_device=32, num_host=128), prompt(1, 8 * BLOCK)
+    for name in range(num_before):
+        disk.on_host_only(prompt(100 + name, BLOCK))
     disk.serve(tokens)
     # It hits the front on the device, and stores nothing: in the host, front and tail are as they were used last.
     disk.serve([*tokens[: 4 * BLOCK], *prompt(2, 4 * BLOCK)], max_store_tokens=4 * BLOCK)
-    tail, front = disk.ledger.cache.tiers[Tier.HOST].order
+    *_, tail, front = disk.ledger.cache.tiers[Tier.HOST].order
     assert (tail.first, front.first, tail.last_use) == (4, 0, front.last_use)
+    if num_before:
+        assert disk.write_behind(is_idle=True) == []
+        disk.on_host_only(prompt(99, 8 * BLOCK))
     (plan,) = disk.write_behind(is_idle=True)
     assert [label.position for label in labels_of([plan]) if label] == [0, 1, 2, 3]
     disk.land([plan])

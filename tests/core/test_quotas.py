@@ -86,15 +86,17 @@ def test_a_floor_holds_to_the_block() -> None:
 
 
 def test_a_unit_of_two_blocks_does_not_cross_a_floor() -> None:
-    """Units are evicted whole: an account that is one block above its floor loses no unit of two blocks."""
+    """Units are evicted whole: an account that is one block above its floor loses no unit of two blocks. The order
+    foretells that, too."""
     driven = Driven(64, 24, groups=[KVCacheGroup("k", block_size=8), KVCacheGroup("v", block_size=4)],
                     quotas=quotas(Quota(host_floor=7)))  # fmt: skip
     long, short = [*prompt(1, 32), 7], [*prompt(2, 32), 7]
     driven.on_host_only(long, root=ANNA)  # four units of three blocks, in parts of widths one and two
     driven.on_host_only(short, root=BERT)
+    order = driven.ledger.cache.tiers[Tier.HOST].order
     for name in range(3, 9):
         driven.on_host_only([*prompt(name, 16), 7], root=CARL)
-        assert of(driven, "1").num_blocks >= 7
+        assert of(driven, "1").num_blocks >= 7 and next(iter(order)) is order.oldest()
 
 
 def test_what_copies_bring_does_not_count_above_a_floor() -> None:
@@ -280,10 +282,11 @@ def test_an_idle_disk_does_not_turn_over_the_blocks_of_a_tenant() -> None:
     assert 0 < of(disk, "1", Tier.DISK).num_blocks <= 4 and of(disk, "1", Tier.DISK).num_replaced == 0
 
 
-def test_an_idle_disk_gets_blocks_of_every_tenant() -> None:
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_an_idle_disk_gets_blocks_of_every_tenant(eviction: str) -> None:
     """The eviction order begins with tenants above their floor, whatever the last use of their blocks. A scan that has
     found nothing to store among these leaves out no older blocks of the others."""
-    disk = Disk(64, 64, 64, quotas=quotas(Quota(host_floor=8)))
+    disk = Disk(64, 64, 64, quotas=quotas(Quota(host_floor=8)), eviction=eviction)
     for _ in range(2):
         disk.on_host_only(units(4), root=ANNA)
     for _ in range(2):
@@ -291,6 +294,19 @@ def test_an_idle_disk_gets_blocks_of_every_tenant() -> None:
     for _ in range(8):
         disk.land(disk.write_behind(1, is_idle=True))
     assert of(disk, "1", Tier.DISK).num_blocks == of(disk, "default", Tier.DISK).num_blocks == 4
+
+
+@pytest.mark.parametrize("most", [1, 4, 8])
+@pytest.mark.parametrize("quota", [Quota(disk_ceiling=4), Quota(disk_ceiling=0), Quota(daily_writes=0)])
+def test_a_tenant_at_its_limit_of_the_disk_keeps_no_other_from_it(quota: Quota, most: int) -> None:
+    """An idle disk passes over blocks that their tenant may not store, and stores those of others after them."""
+    disk = Disk(64, 64, 64, quotas=quotas(quota))
+    for root, tokens in ((ANNA, units(8)), (CARL, units(4, 2))):
+        for _ in range(2):
+            disk.on_host_only(tokens, root=root)
+    for _ in range(20):
+        disk.land(disk.write_behind(most, is_idle=True))
+    assert of(disk, "default", Tier.DISK).num_blocks == 4
 
 
 def test_a_fetch_brings_what_the_ceiling_of_the_host_allows() -> None:

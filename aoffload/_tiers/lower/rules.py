@@ -28,6 +28,9 @@ STEPS = 16
 step."""
 MAX_SCANNED = 64
 """Maximum number of parts that one call scans for blocks that were requested twice."""
+MIN_REMEMBERED = 1024
+"""Scanned parts that are remembered at least. Above twice the number that the host has, and this, the others are
+forgotten."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,9 +46,14 @@ class LowerStores:
     """Runs that the tier lacked at that scan, each with the number of blocks that may still be stored for it. Empty
     once each run has had its turn. Without turns, the writes to a tier that is smaller than the watermark would never
     end, because each store would bring back blocks that the store before it has evicted."""
-    _scanned: int = 0
-    """No part with this `Part.last_use`, or a smaller one, needs a scan: its blocks that were requested twice are in
-    the tier, or could not be stored."""
+    _scanned: dict[int, int] = field(default_factory=dict)
+    """By `id` of a part, its `last_use` at the scan after which no scan is needed until its next use: its blocks that
+    were requested twice were in the tier, or their account could not store them. If another part gets the `id` of a
+    part that is gone, and the same `last_use`, it is stored only before its eviction."""
+    _scanned_at: int = 0
+    """Number of resets of the tier at the last scan."""
+    _max_scanned: int = MIN_REMEMBERED
+    """Entries of `_scanned` above which those of parts that are gone are dropped."""
     _host: TierBlocks = field(init=False)
     _there: TierBlocks = field(init=False)
     _least_blocks: int = field(init=False)
@@ -71,8 +79,7 @@ class LowerStores:
             jobs += self._take_turns(most, wanted)
         if is_idle and not watermark.nothing_changed():
             left = min(left_of(most, jobs), self._there.pool.num_free)  # evict nothing, or stores would never end
-            runs = self._within_ceilings(self._requested_twice(left))
-            jobs += watermark.store(runs, self._requested_stop, left)
+            jobs += watermark.store(self._requested_twice(left), self._requested_stop, left)
             if left_of(most, jobs) <= 0:
                 watermark.seen = ()  # more blocks may be left to store, even if nothing changes
         return jobs
@@ -114,20 +121,6 @@ class LowerStores:
         """A value that changes once the host has used one more step of the watermark, or the tier was reset."""
         host = self._host
         return (host.num_evicted - host.pool.num_free) // self.watermark.step, self._there.num_resets
-
-    def _within_ceilings(self, runs: list[Run]) -> list[Run]:
-        """Those of `runs` that a store brings without evicting blocks of the same account."""
-        quotas, found = self.quotas(), list[Run]()
-        if quotas is None:
-            return runs
-        left: dict[int, int] = {}
-        for run in runs:
-            number, num_blocks = quotas.number_of(run), self._num_blocks(run, self._host)
-            room = left.setdefault(number, quotas.num_left(self._there.tier, number))
-            if num_blocks <= room:
-                left[number] = room - num_blocks
-                found.append(run)
-        return found
 
     def plan_flush(self, most: int) -> list[Job]:
         """Store at most `most` blocks that the tier lacks, the most recently used first. Only blocks that fit into the
@@ -182,19 +175,44 @@ class LowerStores:
         return min(self._whole_stop(run), self.counts.requested_stop(TokenSequence.of_path(run), run.stop))
 
     def _requested_twice(self, num_blocks: int) -> list[Run]:
-        """Runs with about `num_blocks` blocks that were requested twice and that the tier may lack."""
+        """Runs with about `num_blocks` blocks that were requested twice, that the tier may lack, and that their
+        accounts may store without evicting their own blocks."""
+        if self._scanned_at != self._there.num_resets:
+            self._scanned_at = self._there.num_resets
+            self._scanned.clear()
         found: dict[Run, None] = {}
-        parts = [part for part in self._host.order if part.last_use > self._scanned]
-        parts.sort(key=lambda part: part.last_use)  # learned eviction and quotas have other orders
-        for part in parts[:MAX_SCANNED]:
-            if num_blocks <= 0:
+        left: dict[int, int] = {}
+        scanned, num_scanned = self._scanned, 0
+        for part in self._host.order:
+            if num_blocks <= 0 or num_scanned == MAX_SCANNED:
                 break
-            if self.watermark.lacking((part,), 1, self._requested_stop):
+            if scanned.get(id(part)) == part.last_use:
+                continue
+            num_scanned += 1
+            is_lacking = bool(self.watermark.lacking((part,), 1, self._requested_stop))
+            if is_lacking and (part.run in found or self._fits(part.run, left)):
                 found[part.run] = None
                 num_blocks -= len(part.blocks)
-            elif not found:
-                self._scanned = part.last_use
+            else:
+                scanned[id(part)] = part.last_use
+        if len(scanned) > self._max_scanned:
+            present = {id(part) for part in self._host.order}
+            self._scanned = {number: use for number, use in scanned.items() if number in present}
+            self._max_scanned = 2 * len(self._scanned) + MIN_REMEMBERED
         return list(found)
+
+    def _fits(self, run: Run, left: dict[int, int]) -> bool:
+        """Whether the account of `run` may store it without evicting its own blocks. `left`: by account, the blocks
+        that are left for further runs of the scan."""
+        quotas = self.quotas()
+        if quotas is None:
+            return True
+        number, num_blocks = quotas.number_of(run), self._num_blocks(run, self._host)
+        may_store = left.setdefault(number, quotas.num_left(self._there.tier, number))
+        if num_blocks > may_store:
+            return False
+        left[number] = may_store - num_blocks
+        return True
 
 
 def stores_to(ledger: CacheBase, tier: Tier, counts: RequestCounts | None = None) -> LowerStores:
