@@ -38,7 +38,7 @@ pytestmark = [
 SLEEP_CYCLES = 20_000_000
 """About 10 ms of a busy compute stream: long enough for an unfenced copy to overtake what follows."""
 NUM_ROUNDS = sized(30, 3)
-SOAK_S = sized(3.0, 0.4)
+SOAK = sized(Length(seconds=3.0), Length(num_rests=1))
 
 
 def nvidia(regions: Any) -> NvidiaDriver:
@@ -274,7 +274,7 @@ def soaked(driver: Any, backend: type[CudaBackend], event_loop: str) -> Any:
     def memory(shape: tuple[int, int], num_tensors: int) -> DeviceMemory:
         return DeviceMemory(shape, num_tensors, cuda_compute(backend, CudaOptions(driver=driver)))
 
-    return soak(event_loop, 1, Length(seconds=SOAK_S), memory)
+    return soak(event_loop, 1, SOAK, memory)
 
 
 @each_driver
