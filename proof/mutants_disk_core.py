@@ -111,7 +111,7 @@ _STORES = (
         OF_STORES + "the_front_of_what_was_used_together_goes_down_where_its_tail_has_nothing_to_store",
         "disk: a tail that stands for its front",
         STORES,
-        "if scanned.get(id(part)) == part.last_use:",
+        "if scanned.get(part) == part.last_use:",
         "if part.last_use in scanned.values():",
         "what was used together is looked at together",
     ),

@@ -167,7 +167,7 @@ QUOTA_MUTANTS = (
     Mutant(
         "a scan in the order of the accounts",
         LOWER,
-        "if scanned.get(id(part)) == part.last_use:",
+        "if scanned.get(part) == part.last_use:",
         "if part.last_use <= max(scanned.values(), default=0):",
         "an idle disk gets blocks of every tenant",
         test=f"{TESTS}::test_an_idle_disk_gets_blocks_of_every_tenant",
@@ -175,9 +175,9 @@ QUOTA_MUTANTS = (
     Mutant(
         "an idle scan that ends at the limit of one tenant",
         LOWER,
-        "            else:\n                scanned[id(part)] = part.last_use\n",
+        "            else:\n                scanned[part] = part.last_use\n",
         "            elif is_lacking:\n                num_blocks -= len(part.blocks)\n"
-        "            else:\n                scanned[id(part)] = part.last_use\n",
+        "            else:\n                scanned[part] = part.last_use\n",
         "a tenant at its limit of the disk keeps no other from it",
         test=f"{TESTS}::test_a_tenant_at_its_limit_of_the_disk_keeps_no_other_from_it",
     ),

@@ -28,9 +28,8 @@ STEPS = 16
 step."""
 MAX_SCANNED = 64
 """Maximum number of parts that one call scans for blocks that were requested twice."""
-MIN_REMEMBERED = 1024
-"""Scanned parts that are remembered at least. Above twice the number that the host has, and this, the others are
-forgotten."""
+MIN_REMEMBERED = 64
+"""Scanned parts that are remembered before those that are gone are dropped for the first time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,13 +45,12 @@ class LowerStores:
     """Runs that the tier lacked at that scan, each with the number of blocks that may still be stored for it. Empty
     once each run has had its turn. Without turns, the writes to a tier that is smaller than the watermark would never
     end, because each store would bring back blocks that the store before it has evicted."""
-    _scanned: dict[int, int] = field(default_factory=dict)
-    """By `id` of a part, its `last_use` at the scan after which no scan is needed until its next use: its blocks that
-    were requested twice were in the tier, or their account could not store them. If another part gets the `id` of a
-    part that is gone, and the same `last_use`, it is stored only before its eviction."""
+    _scanned: dict[Part, int] = field(default_factory=dict)
+    """Scanned parts, each with its `last_use` then. Such a part needs no scan until its next use: its blocks that were
+    requested twice were in the tier, or its account could not store them."""
     _scanned_at: int = 0
     """Number of resets of the tier at the last scan."""
-    _max_scanned: int = MIN_REMEMBERED
+    _max_remembered: int = MIN_REMEMBERED
     """Entries of `_scanned` above which those of parts that are gone are dropped."""
     _host: TierBlocks = field(init=False)
     _there: TierBlocks = field(init=False)
@@ -186,7 +184,7 @@ class LowerStores:
         for part in self._host.order:
             if num_blocks <= 0 or num_scanned == MAX_SCANNED:
                 break
-            if scanned.get(id(part)) == part.last_use:
+            if scanned.get(part) == part.last_use:
                 continue
             num_scanned += 1
             is_lacking = bool(self.watermark.lacking((part,), 1, self._requested_stop))
@@ -194,11 +192,12 @@ class LowerStores:
                 found[part.run] = None
                 num_blocks -= len(part.blocks)
             else:
-                scanned[id(part)] = part.last_use
-        if len(scanned) > self._max_scanned:
-            present = {id(part) for part in self._host.order}
-            self._scanned = {number: use for number, use in scanned.items() if number in present}
-            self._max_scanned = 2 * len(self._scanned) + MIN_REMEMBERED
+                scanned[part] = part.last_use
+        if len(scanned) > self._max_remembered:
+            self._scanned = {
+                part: use for part, use in scanned.items() if part.run.parts and part.blocks and part.last_use == use
+            }
+            self._max_remembered = 2 * len(self._scanned) + MIN_REMEMBERED
         return list(found)
 
     def _fits(self, run: Run, left: dict[int, int]) -> bool:
