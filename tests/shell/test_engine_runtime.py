@@ -17,7 +17,7 @@ from engine_serving import OwnEngine, OwnPool, own_engine
 from scripted import ScriptedFence, ScriptedTransport
 from serving import BLOCK, Checkpoints, at_every_checkpoint, config, prompt, turns
 
-from aoffload import HostCacheRuntime, LazyStore, RequestState, RuntimeClosed, Tier, WrongState
+from aoffload import HostCacheRuntime, LazyStore, PrefixMatch, RequestState, RuntimeClosed, Tier, WrongState
 from aoffload.errors import CommitError, ConfigError, InvalidArgument
 from aoffload.host_cache import EngineRequest
 from aoffload.ledger import Direction, PinState
@@ -194,9 +194,9 @@ async def test_a_wait_for_what_others_bring_outlasts_the_copy_worker() -> None:
             assert engine.held() == []
 
 
-async def test_an_answer_to_one_task_ends_the_wait_of_another_one() -> None:
-    """Two tasks match the same request again. The engine's own cache has more tokens when the second task asks, so its
-    answer is not PENDING, and the first task does not wait for its timeout."""
+async def wait_that_ends(end: Callable[[OwnEngine, EngineRequest], Awaitable[object]]) -> PrefixMatch:
+    """A request waits for the load of another one, and `end` has to end its wait before the timeout. Returns its next
+    match."""
     async with own_engine(**TIMES) as engine:
         await engine.stored(A)
         engine.transport.auto = False
@@ -209,32 +209,32 @@ async def test_an_answer_to_one_task_ends_the_wait_of_another_one() -> None:
                         group.start_soon(partial(asker.match_again, num_device_tokens=0))
                         await turns()
                         assert asker.match.is_pending
-                        assert not (await asker.match_again(num_device_tokens=16)).is_pending
+                        await end(engine, asker)
+                match = asker.match_again_nowait(num_device_tokens=0)
             engine.transport.land_all()
         engine.pool.release(table)
         await engine.assert_at_rest()
+    return match
+
+
+async def test_an_answer_to_one_task_ends_the_wait_of_another_one() -> None:
+    """Two tasks match the same request again. The engine's own cache has more tokens when the second task asks, so its
+    answer is not PENDING, and the first task does not wait for its timeout."""
+
+    async def match(_: OwnEngine, asker: EngineRequest) -> None:
+        assert not (await asker.match_again(num_device_tokens=16)).is_pending
+
+    await wait_that_ends(match)
 
 
 async def test_a_change_of_weights_ends_the_wait_for_a_load_of_others() -> None:
     """The load under way brings KV of the old epoch, so a request of the new epoch does not wait for it."""
-    async with own_engine(**TIMES) as engine:
-        await engine.stored(A)
-        engine.transport.auto = False
-        table = engine.pool.take(5)
-        async with engine.runtime.request(A) as bringer:
-            bringer.load_nowait(into=[table])
-            async with engine.runtime.request(A, "asker") as asker:
-                with anyio.fail_after(TIMES["pending_timeout_s"] / 2):
-                    async with anyio.create_task_group() as group:
-                        group.start_soon(partial(asker.match_again, num_device_tokens=0))
-                        await turns()
-                        assert asker.match.is_pending
-                        engine.runtime.weights.set("new")
-                match = asker.match_again_nowait(num_device_tokens=0)
-                assert (match.num_host_tokens, match.is_pending) == (0, False)
-            engine.transport.land_all()
-        engine.pool.release(table)
-        await engine.assert_at_rest()
+
+    async def change(engine: OwnEngine, _: EngineRequest) -> None:
+        engine.runtime.weights.set("new")
+
+    match = await wait_that_ends(change)
+    assert (match.num_host_tokens, match.is_pending) == (0, False)
 
 
 async def test_a_wait_for_what_others_bring_may_be_cancelled() -> None:
