@@ -274,8 +274,8 @@ def test_a_prefix_loses_its_tail_before_its_head(seed: int, device: bool, groups
             driven.ledger.eviction.done(driven.prefix(tokens))
         driven.serve(tokens)
         for tier in driven.ledger.cache.tiers:
-            order = list(tier.order)
-            assert tier.order.oldest() in (order or (None,))
+            order, first = list(tier.order), tier.order.oldest()
+            assert first in (order or (None,))
             assert len(set(order)) == len(order)
             assert sum(len(part.blocks) for part in order) == tier.num_cached
             places = {part: at for at, part in enumerate(order)}
@@ -283,6 +283,7 @@ def test_a_prefix_loses_its_tail_before_its_head(seed: int, device: bool, groups
                 head = part.run.before
                 if not part.component and head is not None and head.parts[part.tier] in places:
                     assert places[head.parts[part.tier]] > at
+                    assert head.parts[part.tier] is not first
 
 
 @pytest.mark.parametrize("seed", range(4))
