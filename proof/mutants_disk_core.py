@@ -63,8 +63,8 @@ _STORES = (
         OF_STORES + "a_flush_keeps_what_was_used_last",
         "disk: a flush that evicts itself",
         STORES,
-        "            if num_blocks > left:\n",
-        "            if False:\n",
+        "            left -= min(num_blocks, fits)\n",
+        "            left -= 0\n",
         "a flush keeps what was used last",
     ),
     _met_by(

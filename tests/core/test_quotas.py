@@ -270,6 +270,16 @@ def test_a_flush_ends_below_a_ceiling() -> None:
     assert disk.ledger.lookup(Prefix.of(ANNA, units(3, 4))).num_lower_tokens == 3 * BLOCK
 
 
+def test_a_flush_passes_over_a_tenant_at_its_ceiling() -> None:
+    """A tenant whose last prompt is longer than the disk leaves the space above its ceiling to the others."""
+    disk = Disk(64, 40, 8, quotas=quotas(Quota(disk_ceiling=4)))
+    disk.on_host_only(units(4, 2), root=CARL)
+    disk.on_host_only(units(9), root=ANNA)
+    for _ in range(3):
+        disk.land(disk.ledger.disk.plan_flush(40))
+    assert of(disk, "1", Tier.DISK).num_blocks == of(disk, "default", Tier.DISK).num_blocks == 4
+
+
 def test_an_idle_disk_does_not_turn_over_the_blocks_of_a_tenant() -> None:
     """Blocks that were requested twice are stored while the disk is idle, but none in place of another."""
     disk = Disk(64, 40, 64, quotas=quotas(Quota(disk_ceiling=4)))

@@ -141,11 +141,9 @@ class LowerStores:
         for run in dict.fromkeys(runs):
             num_blocks = sum(self._num_held(part) for part in run.parts_in(self._host.tier))
             number = 0 if quotas is None else quotas.number_of(run)
-            ceiling = left if quotas is None else quotas.ceiling(self._there.tier, number)
+            ceiling = NO_LIMIT if quotas is None else quotas.ceiling(self._there.tier, number)
             fits = min(left, own.setdefault(number, ceiling))
             stops[run] = run.stop if num_blocks <= fits else run.start + fits // width  # the end is evicted first
-            if num_blocks > left:
-                break
             left -= min(num_blocks, fits)
             own[number] = max(0, own[number] - num_blocks)
         return stops
