@@ -13,8 +13,10 @@ read it. An attention kind must keep four rules, which are checked before a grou
 4. `free_end` is the last token, up to the given one, at which nothing is read. A match that lacks a block may end
    there.
 
-A recurrent state breaks the second rule. Its block summarises all tokens before it, so it is needed although none of
-its own tokens is read. A forward writes only its last state, while `commit` publishes all blocks.
+**A recurrent state** (`RecurrentState`) is no attention kind of this sort, because it belongs to no token. It summarises
+all tokens before a position, and a forward overwrites it with that of the next position. So a state is cached as a
+*checkpoint*: a copy of the state at one position, in `num_rows` blocks of the pool. A hit needs one checkpoint, that of
+its last token, in place of a range of blocks. `commit` publishes only the checkpoints that its caller names.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ class AttentionKind(Protocol):
     """Answers which blocks before a position attention still reads.
 
     Every token has its own KV, in the block at its position. A block is needed if one of its tokens is read, and a
-    later token never reads further back. `KVCacheGroup` refuses other kinds, such as a recurrent state; all rules are
-    in the docstring of this module. Groups whose kinds are equal (`==`) form one component.
+    later token never reads further back. `KVCacheGroup` refuses kinds that break these rules; all rules are in the
+    docstring of this module. `RecurrentState` alone is treated apart. Groups whose kinds are equal (`==`) form one
+    component.
     """
 
     def required_blocks(self, hit_end: int, block_size: int) -> range:
@@ -78,7 +81,7 @@ def _problem(kind: AttentionKind, block_size: int) -> str:
             wanted = range(first // block_size, token // block_size)
             return (
                 f"must require the blocks of {block_size} tokens in which it reads a token, {wanted} at token {token}, "
-                f"not {found!r:.80}: a recurrent state is not supported"
+                f"not {found!r:.80}; for a recurrent state, use RecurrentState()"
             )
         if first == token:
             free_before = token
@@ -155,7 +158,25 @@ class ChunkedLocal:
         return hit_end - hit_end % self.chunk
 
 
+@attrs.frozen
+class RecurrentState:
+    """Layers with a recurrent state in place of KV (Mamba, gated delta nets, short convolutions).
+
+    A hit at a token needs the checkpoint of that token, and nothing else of these layers. A checkpoint takes
+    `KVCacheGroup.num_rows` blocks, and `KVCacheGroup.block_size` divides its position."""
+
+    def required_blocks(self, hit_end: int, block_size: int) -> range:
+        """The block that ends at token `hit_end`: the place of the checkpoint of `hit_end`. Empty if no block ends
+        there, because there is no checkpoint then."""
+        last = hit_end // block_size
+        return range(last if hit_end % block_size or not last else last - 1, last)
+
+    def free_end(self, hit_end: int) -> int:
+        return 0
+
+
 MAX_HIT_TOKENS = 2**20
+MAX_ROWS = 2**20
 
 
 def shortest_hit(block_sizes: Iterable[int]) -> int:
@@ -169,11 +190,14 @@ def shortest_hit(block_sizes: Iterable[int]) -> int:
 
 @attrs.frozen
 class KVCacheGroup:
-    """Layers that share a block table and an attention kind; a block holds `block_size` tokens."""
+    """Layers that share a block table and an attention kind; a block holds `block_size` tokens.
+
+    With `RecurrentState`, a checkpoint takes `num_rows` blocks, and lies at a multiple of `block_size` tokens."""
 
     name: str = attrs.field()
     attention: AttentionKind = attrs.field(factory=FullAttention)
     block_size: int = attrs.field(default=16)
+    num_rows: int = attrs.field(default=1, kw_only=True)
 
     @name.validator
     def _check_name(self, _: object, value: object) -> None:
@@ -188,5 +212,16 @@ class KVCacheGroup:
     def _check_block_size(self, _: object, value: object) -> None:
         check_int("groups.block_size", value, 1, MAX_BLOCK_SIZE, ConfigError)
 
+    @num_rows.validator
+    def _check_num_rows(self, _: object, value: object) -> None:
+        if check_int("groups.num_rows", value, 1, MAX_ROWS, ConfigError) > 1 and not self.is_recurrent:
+            raise ConfigError("groups.num_rows", f"is {value} in group {self.name!r}, which has no RecurrentState()")
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the layers have a recurrent state, so that the group has checkpoints in place of a block table."""
+        return isinstance(self.attention, RecurrentState)
+
     def __attrs_post_init__(self) -> None:
-        check_kind(self.name, self.attention, self.block_size)
+        if not self.is_recurrent:
+            check_kind(self.name, self.attention, self.block_size)
