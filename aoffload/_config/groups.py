@@ -13,10 +13,11 @@ read it. An attention kind must keep four rules, which are checked before a grou
 4. `free_end` is the last token, up to the given one, at which nothing is read. A match that lacks a block may end
    there.
 
-**A recurrent state** (`RecurrentState`) is no attention kind of this sort, because it belongs to no token. It summarises
-all tokens before a position, and a forward overwrites it with that of the next position. So a state is cached as a
-*checkpoint*: a copy of the state at one position, in `num_rows` blocks of the pool. A hit needs one checkpoint, that of
-its last token, in place of a range of blocks. `commit` publishes only the checkpoints that its caller names.
+**A recurrent state** (`RecurrentState`) is no attention kind of this sort, because it belongs to no token. It
+summarises all tokens before a position, and a forward overwrites it with that of the next position. So a state is
+cached as a *checkpoint*: a copy of the state at one position, in `num_rows` blocks of the pool. A hit needs one
+checkpoint, that of its last token, in place of a range of blocks. `commit` publishes only the checkpoints that its
+caller names.
 """
 
 from __future__ import annotations

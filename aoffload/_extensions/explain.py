@@ -245,11 +245,13 @@ def _others(holders: Iterable[Holder], request_id: str) -> Iterator[Holder]:
 
 
 def num_held(request: LedgerRequest) -> int:
-    """Number of device blocks that a request holds: the blocks of its tables, the blocks that its leases pin (even if
-    the table has its own copy instead), and a grant that its task has not accepted yet."""
+    """Number of device blocks that a request holds: the blocks of its tables and checkpoints, the blocks that its
+    leases pin (even if the table has its own copy instead), and a grant that its task has not accepted yet."""
     found = set[int]()
     for table in request.tables:
         found.update(table.ids)
+    if request.checkpoints is not None:
+        found.update(request.checkpoints.ids())
     found.discard(0)
     granted = request.waiter.granted if request.waiter is not None else None
     return len(found.union(_pinned(request.all_leases()), granted or ()))

@@ -24,7 +24,7 @@ from .._kernel.extension import LedgerExtension
 from .._kernel.index import held_ids, stretches
 from .._kernel.ledger import CoreLedger
 from .._kernel.plans import PrefixMatch
-from .._kernel.records import BlockTable, LedgerRequest, nulls
+from .._kernel.records import NO_LIMIT, BlockTable, Checkpoints, LedgerRequest, nulls
 from .._kernel.states import NoEpoch, require
 from .._kernel.states import RequestState as State
 from .._kernel.waiting import waiting_error
@@ -132,7 +132,7 @@ class Forks(LedgerExtension):
     def _shared_stop(self, parent: LedgerRequest) -> int:
         """The unit up to which `parent` can share its blocks. They must be published, and not found corrupt since."""
         stop = parent.published
-        for component, table in zip(self._cache.layout.components, parent.tables, strict=True):
+        for component, table in zip(self._cache.layout.paged, parent.tables, strict=True):
             for run, first, last in stretches(parent.device_run, table.start, stop) if component.width else ():
                 part = run.part(Tier.DEVICE, component.number)
                 if part.stop < last or part.first > first:
@@ -142,7 +142,7 @@ class Forks(LedgerExtension):
     def _fork(self, parent: LedgerRequest, name: str, ticket: int, num_tokens: int) -> Fork:
         """Make a request with the same tokens, and with blocks for `num_tokens`, or for all known tokens if there are
         more of them. `OutOfBlocks` changes nothing. The caller sets the state of the new request."""
-        layout, components, shared = self._cache.layout, self._cache.layout.components, self._shared_stop(parent)
+        layout, components, shared = self._cache.layout, self._cache.layout.paged, self._shared_stop(parent)
         num_units = layout.num_units(max(num_tokens, parent.sequence.num_tokens, parent.num_computed_tokens))
 
         firsts = [max(shared, table.start) for table in parent.tables]
@@ -166,7 +166,7 @@ class Forks(LedgerExtension):
         if shared:
             lease = parent.leases[Tier.DEVICE]
             run = self._cache.cut(lease.run, shared)
-            starts = [min(start, run.stop) for start in lease.starts]
+            starts = [start if start == NO_LIMIT else min(start, run.stop) for start in lease.starts]
             child.leases[Tier.DEVICE] = self._cache.lease(Tier.DEVICE, run, starts)
         tables: list[BlockTable] = []
         for component, first, fresh in zip(components, firsts, own, strict=True):
@@ -179,6 +179,10 @@ class Forks(LedgerExtension):
         child.published = child.ready_stop = child.hit_stop = shared
         child.match = PrefixMatch(shared * layout.unit_tokens, 0)
         child.num_computed_tokens = parent.num_computed_tokens
+        if parent.checkpoints is not None:
+            # The engine copies the running state, or both requests continue from the same checkpoint.
+            child.checkpoints = Checkpoints()
+            child.checkpoints.resume = parent.checkpoints.resume[:]
         origins = {origin: stop for origin, stop in self._origins.get(parent, {}).items() if not origin.is_over}
         self._origins[child] = {**origins, parent: parent.num_computed_tokens}
 

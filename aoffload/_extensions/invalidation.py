@@ -19,7 +19,12 @@ again.
 
 The request itself computes again from `from_token` on. Its blocks there become private again, so no other request may
 read them. In place of blocks that other requests still read, it takes fresh blocks. If it cannot take them, it is
-tainted, too.
+tainted, too. So is a request with a recurrent state, because its running state is that of a later token.
+
+**Checkpoints.** A checkpoint of a recurrent state may be wrong although the KV of its run is not, if another request
+has computed and published that KV first. So the checkpoints of the sources after their first wrong tokens are withdrawn
+by themselves. A request has read such a checkpoint if it continued at its position and agrees with the source up to
+there.
 
 **Memory.** After a request has given up its blocks, no lease shows which units it has read. So its number of published
 units is remembered until the request is over. For a fork it is remembered until no origin is live any more (`keep`).
@@ -64,8 +69,8 @@ class Invalidation(LedgerExtension):
 
         Drops the generated tokens after `from_token`, because that forward or a later one sampled them. Returns the
         other requests that may have read the wrong KV; abort them. If `request` itself comes first in the result, abort
-        it, too: it cannot compute again, because the units have left its window, or because other requests still read
-        its blocks and it cannot get fresh ones.
+        it, too: it cannot compute again, because the units have left its window, because its recurrent state is that of
+        a later token, or because other requests still read its blocks and it cannot get fresh ones.
         """
         ledger = self._ledger
         require(ledger.own(request), "invalidate", State.RUNNING)
@@ -107,19 +112,24 @@ class Invalidation(LedgerExtension):
         # Needed after a reset, too, when the index has none of these runs, because other requests may still share the
         # blocks.
         wrong = dict.fromkeys(self._runs_from(request, first_published(self.cache, request, start), ()))
-        tainted = self._taint(wrong, others, {request: from_token})
+        sources = {request: from_token}
+        tainted = self._taint(wrong, others, sources)
         self.cache.withdraw_all(wrong, self.jobs.unsettled.values())
         matched = [other for other in others if other in tainted or _leases_any(other, wrong)]
+        if request.checkpoints is not None:
+            self._withdraw_checkpoints(sources)
+            matched = [other for other in others if other in matched or not other.tables]
         for hook in self.hooks.on_withdrawn:  # a hook may split runs of `wrong`
             hook()
         self.admission.match_again(matched)
-        goes_on = self._compute_again(request, from_token, tainted)
+        is_back = request.checkpoints is not None and from_token < request.num_computed_tokens
+        goes_on = self._compute_again(request, from_token, tainted) and not is_back
         request.sequence.drop_after(from_token + 1)
         request.num_computed_tokens = from_token
         tables = zip(self.cache.layout.windows, request.tables[1:], strict=True)
         if goes_on and all(table.start <= component.first_needed(from_token) for component, table in tables):
             return tainted
-        # Other requests read its blocks, or its windows no longer reach back to `from_token`.
+        # Other requests read its blocks, or its windows or its running state no longer reach back to `from_token`.
         request.epoch = NoEpoch.INVALIDATED
         return {request: start, **tainted}
 
@@ -156,6 +166,7 @@ class Invalidation(LedgerExtension):
                 leases = other.all_leases() if other.tables else ()
                 read = [run.start for lease in leases for run in lease.run.path() if run in wrong]
                 read += self._read_before_of(other, sources)
+                read += self._checkpoints_read_by(other, sources)
                 for ask in self.hooks.ask_first_wrong:
                     if (first := ask(other, sources)) is not None:
                         read.append(first)
@@ -182,6 +193,27 @@ class Invalidation(LedgerExtension):
             for source, first in firsts.items()
             if first < read_before and other.sequence.agrees(source.sequence, (first + 1) * unit)
         ]
+
+    def _checkpoints_read_by(self, other: LedgerRequest, sources: dict[LedgerRequest, int]) -> list[int]:
+        """The units of the wrong checkpoints of `sources` from which `other` may have continued."""
+        stop, unit = other.ready_stop, self.cache.layout.unit_tokens
+        if other.checkpoints is None or not other.tables or not stop:
+            return []
+        return [
+            stop
+            for source, from_token in sources.items()
+            if stop in _wrong_checkpoints(source, from_token, unit)
+            and other.sequence.agrees(source.sequence, stop * unit)
+        ]
+
+    def _withdraw_checkpoints(self, sources: dict[LedgerRequest, int]) -> None:
+        """Withdraw the checkpoints that `sources` have published after their first wrong tokens."""
+        for source, from_token in sources.items():
+            for position in _wrong_checkpoints(source, from_token, self.cache.layout.unit_tokens):
+                for run, agreed in list(self.cache.index.walk(source.sequence, position)):
+                    if agreed == position:
+                        self.cache.withdraw_checkpoint(run, position, self.jobs.unsettled.values())
+                        self.cache.tidy(run)
 
     def _runs_from(self, request: LedgerRequest, start: int, cut: Container[Run]) -> list[Run]:
         """The runs from unit `start` on that the request uses: the runs of its device lease. If it has no tables: the
@@ -230,6 +262,12 @@ def _leases_any(request: LedgerRequest, runs: dict[Run, None]) -> bool:
     return any(run in runs for lease in request.all_leases() for run in lease.run.path())
 
 
+def _wrong_checkpoints(source: LedgerRequest, from_token: int, unit_tokens: int) -> list[int]:
+    """The positions after `from_token`, in units, of the checkpoints that `source` has published."""
+    published = [] if source.checkpoints is None else source.checkpoints.published
+    return [position for position in published if position * unit_tokens > from_token]
+
+
 def published_by(cache: PrefixCache, request: LedgerRequest, start: int) -> list[tuple[Component, Run]]:
     """The runs, by component, whose blocks from unit `start` on the request itself has published, without runs whose
     blocks another request has published first. Splits runs where these units begin and end."""
@@ -254,7 +292,7 @@ def _own_units(cache: PrefixCache, request: LedgerRequest, start: int) -> list[t
     ready = max(start, request.ready_stop)
     return [
         (component, units)
-        for component, table in zip(cache.layout.components, request.tables, strict=True)
+        for component, table in zip(cache.layout.paged, request.tables, strict=True)
         for units in without(table.duplicates, ready, request.published)
         if component.width
     ]

@@ -169,6 +169,8 @@ class Overlap(LedgerExtension):
         cache, load, overlap = self._cache, request.load, self._overlaps.get(request)
         if load is None or not load.jobs:
             return False  # DRAINING: the results of its steps cannot be committed
+        if request.checkpoints is not None:
+            return False  # the checkpoint must be in the running state before the first layer computes
         if request.num_steps:
             return True  # another step of it is under way, on the same assumption
         if request.epoch != cache.epoch:
@@ -179,7 +181,7 @@ class Overlap(LedgerExtension):
             return False
         return all(
             0 not in _once_landed(cache, request, load, component)[component.first_unit(load.stop) * component.width :]
-            for component in cache.layout.components
+            for component in cache.layout.paged
         )
 
     def _begin_step(self, request: LedgerRequest) -> None:
@@ -189,9 +191,7 @@ class Overlap(LedgerExtension):
             del self._overlaps[request]
             overlap = None
         if overlap is None and request.load is not None:
-            tables = tuple(
-                _once_landed(cache, request, request.load, component) for component in cache.layout.components
-            )
+            tables = tuple(_once_landed(cache, request, request.load, component) for component in cache.layout.paged)
             stop = request.load.stop
             self._overlaps[request] = overlap = LoadOverlap(request, stop, stop * cache.layout.unit_tokens, tables)
             request.load.job_settled = partial(self._compare_job, request)
@@ -218,7 +218,7 @@ class Overlap(LedgerExtension):
         overlap = self._overlaps.get(request)
         if overlap is None or overlap.state is not OverlapState.SPECULATIVE:
             return
-        for component in self._cache.layout.components:
+        for component in self._cache.layout.paged:
             first, table = component.first_unit(overlap.stop), request.tables[component.number]
             if table.at(first, overlap.stop) != overlap.tables[component.number][first * component.width :]:
                 self._move(overlap, OverlapState.INVALID)

@@ -235,7 +235,7 @@ class Pins(LedgerExtension):
         ends: list[tuple[Tier, int]] = []
         if hit.stop > hit.device_stop:
             ends.append((BELOW, hit.stop))
-            if cache.layout.windows:  # the device may hold window blocks after the device hit
+            if cache.layout.partial:  # the device may hold blocks of windows, or the checkpoint, after the device hit
                 ends.append((Tier.DEVICE, hit.stop))
         elif (host_stop := held_stop(cache.layout, hit.path, BELOW, 0, hit.stop)) > 0:
             ends.append((BELOW, host_stop))
@@ -244,7 +244,7 @@ class Pins(LedgerExtension):
         # A request for the same prompt computes the last token, so its hit may be shorter, and its windows may begin
         # earlier.
         again, limit = hit, (sequence.num_tokens - 1) // cache.layout.unit_tokens
-        if hit.stop > limit and cache.layout.windows:
+        if hit.stop > limit and cache.layout.partial:
             again = find_hit(cache.index, sequence, cache.layout, limit)
         starts = {Tier.DEVICE: again.device_stop or again.stop, BELOW: again.stop}
         return hit, [_Wish(tier, stop, cache.layout.starts(min(stop, starts[tier]))) for tier, stop in ends]

@@ -80,7 +80,7 @@ class DeviceTransfers(CacheTransfers):
             first = self.loads.on_its_way(path, start, stop)[1]  # before it, the device holds or gets all units
             wanted = (stop - first) * layout.full.width
             wanted += sum(
-                (stop - max(start, component.first_unit(stop))) * component.width for component in layout.windows
+                (stop - max(start, component.first_unit(stop))) * component.width for component in layout.partial
             )
             taken = sum(transfer.num_blocks for transfer in self.under_way.values() if isinstance(transfer, Prefetch))
             share = int(self.admission.capacity * self.max_share) - taken
@@ -90,10 +90,12 @@ class DeviceTransfers(CacheTransfers):
                 # a block that the load gives back at once. The tables begin after the device hit, because a prefetch
                 # does not read it.
                 tables = [
-                    BlockTable(component.width, nulls(stop * component.width), start) for component in layout.components
+                    BlockTable(component.width, nulls(stop * component.width), start) for component in layout.paged
                 ]
                 tables[0].fill(first, stop, self.cache.take(Tier.DEVICE, (stop - first) * layout.full.width))
                 request.tables, request.num_units = tuple(tables), stop
+                if request.checkpoints is not None and layout.recurrent is not None:
+                    request.checkpoints.incoming = self.cache.take(Tier.DEVICE, layout.recurrent.width)
                 return True
             request.hit_limit = stop - -(-excess // layout.full.width) if layout.full.width else 0
             if request.hit_limit <= first:
@@ -113,8 +115,9 @@ class DeviceTransfers(CacheTransfers):
         transfer = Demotion(self.new_request("demotion", sequence, limit), wake)
         transfer.when_over = partial(self._demoted, transfer)
         kept: Lease | None = None
-        if cache.layout.windows:
-            # The stores must not evict the windows of the hit in the host. `Stores` pins full attention itself.
+        if cache.layout.partial:
+            # The stores must not evict the windows and the checkpoint of the hit in the host. `Stores` pins full
+            # attention itself.
             hit = find_hit(cache.index, sequence, cache.layout, limit)
             if hit.stop:
                 kept = cache.lease(self.stores.destination, cache.cut(hit.path[-1], hit.stop))

@@ -16,8 +16,12 @@ A window needs only the last blocks before a position. So in a window component 
 begins. Blocks that have left the window stay cached until their space is needed, and a prompt that ends there may still
 hit.
 
+A checkpoint of a recurrent state lies in the last unit before a position, and is all that a hit there needs of its
+component. So a lease pins the part of the run that ends there, and none before.
+
     full attention   part    [present .............)(nothing      )     a gap would hide all blocks after it
     window           part    (nothing )[present ........)(nothing )     one stretch for each run
+    recurrent state  part    (nothing              )[checkpoint )       the same
 
 **Splits and merges.** The runs of an index form a tree. A run is split where a prompt leaves it, or where a lease needs
 only its front:
@@ -49,7 +53,7 @@ from .index import RunIndex, Stretch, covered, stretches
 from .layout import Component, Layout, outside
 from .pools import LastUses, TierBlocks
 from .protocols import BlockWatcher, EvictionOrder, Watchers
-from .records import Job, Lease, Part, Run
+from .records import NO_LIMIT, Job, Lease, Part, Run
 from .states import NoEpoch
 from .tokens import TokenSequence, max_run_units
 
@@ -370,6 +374,8 @@ class PrefixCache:
         would reverse the order otherwise."""
         if starts is None:
             starts = self.layout.starts(run.stop)
+            if self.layout.recurrent is not None:
+                starts[-1] = run.start  # its checkpoint is the last unit of `run`: split nothing off for it
         blocks, lease = self.tiers[tier], Lease(tier, run, [*starts])
         for manager, start in zip(self.managers, lease.starts, strict=True):
             if start < run.stop:
@@ -402,7 +408,9 @@ class PrefixCache:
                 manager.pin(blocks, run, max(start, old.stop), is_use=True)
             else:
                 unpinned = manager.unpin(blocks, old, max(start, run.stop))
-        lease.run, lease.starts = run, [min(start, run.stop) for start in lease.starts]
+        stop = run.stop
+        lease.run = run
+        lease.starts = [start if start < stop or start == NO_LIMIT else stop for start in lease.starts]
         for left in self.merge(unpinned) if len(unpinned) > 1 else unpinned:
             self.tidy(left)
 
@@ -418,6 +426,18 @@ class PrefixCache:
                 head = self.split(current, start)
                 manager.unpin(blocks, head, head.start)
         lease.starts[component.number] = start
+
+    def pin_from(self, lease: Lease, component: Component, start: int) -> None:
+        """Pin the units of `component` from `start` on, of which `lease` pins none (`NO_LIMIT`)."""
+        self.managers[component.number].pin(self.tiers[lease.tier], lease.run, start, is_use=True)
+        lease.starts[component.number] = start
+
+    def unpin_all(self, lease: Lease, component: Component) -> None:
+        """Unpin all units of `component`, and pin none when `lease` moves. They stay cached until their blocks are
+        needed."""
+        start, lease.starts[component.number] = lease.starts[component.number], NO_LIMIT
+        if start < lease.run.stop:
+            self.managers[component.number].unpin(self.tiers[lease.tier], lease.run, start)
 
     def pinned_by_none_but(self, leases: Iterable[Lease]) -> list[Part]:
         """The parts that only `leases`, all of one tier, pin: those that would become evictable without them."""
@@ -533,6 +553,22 @@ class PrefixCache:
             part.entomb(first, part.clear())
         if first < stop and part.run.epoch == self.epoch:  # else a reset has reported it already
             tier.part_changed(part, first, stop)
+
+    def withdraw_checkpoint(self, run: Run, position: int, unsettled: Iterable[Job]) -> None:
+        """Withdraw the checkpoint at unit `position`, on the path of `run`, from all tiers, because its bytes are
+        wrong. Jobs that copy it publish nothing. `unsettled`: see `withdraw_all`."""
+        recurrent = self.layout.recurrent
+        assert recurrent is not None
+        holders = [holder for holder, _, _ in stretches(run, position - 1, position)]
+        for job in unsettled:
+            is_of_it = job.component == recurrent.number and job.start < position <= job.stop
+            if is_of_it and any(each in holders for each, _, _ in stretches(job.run, position - 1, position)):
+                self._invalidate(job)
+        for holder in holders:
+            for part in holder.parts[recurrent.number * holder.num_tiers :]:
+                if part.first < position <= part.stop:
+                    self.tiers[part.tier].invalidated(part.blocks)
+                    self.withdraw_part(part)
 
     def withdraw_all(self, wrong: Iterable[Run], unsettled: Iterable[Job]) -> None:
         """Withdraw the `wrong` runs, of any epoch, and all runs after them in the index, whichever request has computed

@@ -1,8 +1,9 @@
 """Commits: publish what a forward has computed, and store it in the host.
 
 A commit names the number of tokens that are computed in all. Whole units are published: they become findable on the
-device, for all requests. `Stores` plans jobs for the units that the host lacks. Last, the windows slide: blocks that no
-later token reads are given back.
+device, for all requests. A checkpoint of a recurrent state is published only if the commit names it: a forward
+overwrites the state, so how far it has computed does not tell where it has copied the state. `Stores` plans jobs for
+the units that the host lacks. Last, the windows slide: blocks that no later token reads are given back.
 
 Store policies and extensions may lower the unit up to which blocks are stored (`ask_store_stop`). They are asked before
 anything has changed, with a request that looks as if the commit were done. If a program's store policy raises, the
@@ -20,6 +21,7 @@ What is stored, and when:
                         the branch point while it still holds the window there, so the third prompt hits. With
                         `OffloadConfig.window_interval_tokens`, windows are also stored at each multiple of it, so that
                         the second prompt hits up to there
+    checkpoints         of a recurrent state: each one that the commit names, never deferred
     a host that evicts  units that the host has evicted since the request was admitted are stored again at its last
                         offer. Otherwise live requests whose prefixes do not fit together would evict each other's
                         blocks at every commit
@@ -27,9 +29,10 @@ What is stored, and when:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from .._common.arguments import as_tuple, shown
 from .._common.prefix import TOKEN_BYTES, TokenIds, encode_tokens
 from .._common.tiers import Tier
 from ..errors import CommitError
@@ -38,7 +41,7 @@ from .events import StoreSkipped
 from .hooks import Hooks
 from .index import branch_points
 from .jobs import Stores, first_stored, needed_at
-from .leases import RequestLeases, publish, slide_windows
+from .leases import RequestLeases, publish, publish_checkpoint, slide_windows
 from .loads import require_no_holes
 from .moves import Moves
 from .plans import TransferPlan
@@ -58,29 +61,37 @@ class Commits:
     hooks: Hooks
 
     def commit(
-        self, request: LedgerRequest, num_computed_tokens: object, new_token_ids: TokenIds = ()
+        self,
+        request: LedgerRequest,
+        num_computed_tokens: object,
+        new_token_ids: TokenIds = (),
+        checkpoints: Iterable[int] = (),
     ) -> tuple[TransferPlan, ...]:
         """Append `new_token_ids`, then publish the whole units of the first `num_computed_tokens` (a total, not an
-        increment). Returns the stores to launch. If the policy raises, nothing has changed."""
+        increment), and `checkpoints`. Returns the stores to launch. If the policy raises, nothing has changed."""
         num_tokens, added = self.check(request, num_computed_tokens, new_token_ids)
-        return self._publish(request, num_tokens, self._append(request, num_tokens, added))
+        written = _written(request, checkpoints, num_tokens, self.cache.layout.unit_tokens)
+        return self._publish(request, num_tokens, self._append(request, num_tokens, added), written)
 
-    def commit_all(self, commits: Sequence[tuple[LedgerRequest, object, TokenIds]]) -> list[tuple[TransferPlan, ...]]:
+    def commit_all(
+        self, commits: Sequence[tuple[LedgerRequest, object, TokenIds, Iterable[int]]]
+    ) -> list[tuple[TransferPlan, ...]]:
         """Commit several requests, or none if one commit is refused or the policy raises."""
         appended: list[tuple[LedgerRequest, int]] = []
-        found: list[tuple[LedgerRequest, int, int]] = []
+        found: list[tuple[LedgerRequest, int, int, Sequence[int]]] = []
         try:
-            for request, num_computed_tokens, new_token_ids in commits:
+            for request, num_computed_tokens, new_token_ids, checkpoints in commits:
                 num_tokens, added = self.check(request, num_computed_tokens, new_token_ids)
+                written = _written(request, checkpoints, num_tokens, self.cache.layout.unit_tokens)
                 known = request.sequence.num_tokens
-                found.append((request, num_tokens, self._append(request, num_tokens, added)))
+                found.append((request, num_tokens, self._append(request, num_tokens, added), written))
                 appended.append((request, known))
         except BaseException:
             for request, known in appended:
                 request.sequence.drop_after(known)
             self.hooks.take_error()  # of a hook that was asked about a commit that is undone
             raise
-        return [self._publish(request, num_tokens, wanted) for request, num_tokens, wanted in found]
+        return [self._publish(*one) for one in found]
 
     def _append(self, request: LedgerRequest, num_tokens: int, added: bytes) -> int:
         """Append the new tokens of a commit. Returns the unit up to which the policy wants its blocks in the host. If
@@ -101,8 +112,11 @@ class Commits:
         finally:
             request.num_computed_tokens, request.published = computed, first
 
-    def _publish(self, request: LedgerRequest, num_tokens: int, wanted: int) -> tuple[TransferPlan, ...]:
-        """Publish the units that a commit has computed. Returns its stores, up to unit `wanted`."""
+    def _publish(
+        self, request: LedgerRequest, num_tokens: int, wanted: int, written: Sequence[int] = ()
+    ) -> tuple[TransferPlan, ...]:
+        """Publish the units that a commit has computed, and the checkpoints `written`, by unit. Returns its stores, up
+        to unit `wanted`."""
         computed, first = request.num_computed_tokens, request.published
         num_units, is_current = num_tokens // self.cache.layout.unit_tokens, request.epoch == self.cache.epoch
         if request.state is State.ALLOCATED:
@@ -115,10 +129,12 @@ class Commits:
         if is_current:
             if num_units > first:
                 publish(self.request_leases, request, num_units)
+            for position in written:
+                publish_checkpoint(self.cache, request, position)
             for hook in self.hooks.on_published:
                 hook(request, first)
             plans = self.offer_stores(request, first, wanted)
-        if self.cache.layout.windows:
+        if self.cache.layout.partial:
             slide_windows(self.cache, request)
         return plans
 
@@ -169,7 +185,7 @@ class Commits:
             return ()
         for ask in self.hooks.ask_deferred:
             if ask(lease.run, stop):
-                jobs = self._window_stores(request, lease.run, first, stop, is_last) if layout.windows else []
+                jobs = self._partial_stores(request, lease.run, first, stop, is_last) if layout.partial else []
                 return tuple([job.plan for job in jobs])
         host = self.cache.tiers[self.stores.destination]
         if first and host.num_evicted != request.evictions_before and not is_last:
@@ -179,13 +195,16 @@ class Commits:
                     self.moves.note(StoreSkipped(request, (stop - first) * layout.full.width, "evicted"))
                 return ()
         jobs = self.stores.offer(request, lease.run, layout.full, first, stop)
-        if layout.windows:
-            jobs += self._window_stores(request, lease.run, first, stop, is_last)
+        if layout.partial:
+            jobs += self._partial_stores(request, lease.run, first, stop, is_last)
         return tuple([job.plan for job in jobs]) if jobs else ()
 
-    def _window_stores(self, request: LedgerRequest, run: Run, first: int, stop: int, is_last: bool) -> list[Job]:
-        """Store the windows before each unit at which a later hit may end. The module docstring lists these units."""
-        jobs: list[Job] = []
+    def _partial_stores(self, request: LedgerRequest, run: Run, first: int, stop: int, is_last: bool) -> list[Job]:
+        """Store the windows before each unit at which a later hit may end, and the checkpoints. The module docstring
+        lists these units."""
+        jobs = self.stores.offer_checkpoints(request, run, 0 if is_last else first, stop)
+        if not self.cache.layout.windows:
+            return jobs
         ends = branch_points(run, first, stop)
         if first <= stop < request.published:
             ends.append(stop)
@@ -198,3 +217,22 @@ class Commits:
             for units in needed_at(component, [end - end % request.hit_alignment for end in ends]):
                 jobs += self.stores.offer(request, run, component, units.start, units.stop)
         return jobs
+
+
+def _written(request: LedgerRequest, checkpoints: Iterable[int], num_tokens: int, unit_tokens: int) -> Sequence[int]:
+    """`checkpoints`, given in tokens, by unit in prefix order. `CommitError` if one of them is not planned, or not
+    within the tokens that this commit adds."""
+    if type(checkpoints) is tuple and not checkpoints:  # the common case
+        return ()
+    planned = {} if request.checkpoints is None else request.checkpoints.planned
+    known = {position * unit_tokens: position for position in planned}
+    found: set[int] = set()
+    for at in as_tuple("checkpoints", checkpoints, "int", CommitError):
+        if type(at) is not int or at not in known:
+            names = ", ".join(map(str, sorted(known))) or "none"
+            raise CommitError("checkpoints", f"names {shown(at)}, which is not planned: {request} plans {names}")
+        if not request.num_computed_tokens < at <= num_tokens:
+            within = f"between {request.num_computed_tokens + 1} and {num_tokens}, the tokens of this commit"
+            raise CommitError("checkpoints", f"names {at}, which does not lie {within}")
+        found.add(known[at])
+    return sorted(found)

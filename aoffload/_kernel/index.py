@@ -12,11 +12,12 @@ For each tier and component, a run has one *part*: the blocks that the tier hold
     run      [start ............................. stop)
     full     [blocks, from the start on )                  a hit reads all blocks before its end
     window           [blocks, anywhere    )                a hit reads the last blocks before its end
+    state                               [checkpoint)       a hit reads the checkpoint at its end
 
 **A match** (`find_hit`) walks the path of a prompt once. In full attention it takes device blocks up to the first that
-the device lacks, and host blocks after it. With windows the hit ends at the last position at which every window has the
-blocks that it needs, in either tier. Jobs under way will add blocks to a part (`Part.incoming`): `covered` counts them,
-a match does not.
+the device lacks, and host blocks after it. With windows or a recurrent state the hit ends at the last position at which
+every component has the blocks that it needs, in either tier. Jobs under way will add blocks to a part
+(`Part.incoming`): `covered` counts them, a match does not.
 """
 
 from __future__ import annotations
@@ -246,18 +247,19 @@ def accepted(
     device_limit: int | None = None,
     given: int = 0,
 ) -> int:
-    """The last position, at most `stop` and a multiple of `alignment`, for which `tiers` hold what every window needs.
+    """The last position, at most `stop` and a multiple of `alignment`, for which `tiers` hold what every window and the
+    recurrent state need.
 
     `path` is in prefix order; the caller has found full attention to be present up to `stop`. Of the device, only units
     before `device_limit` count (None: all). Units before `given` count as present."""
     stop -= stop % alignment
-    if not layout.windows:
+    if not layout.partial:
         return stop
     held = _Held(path, tiers, stop if device_limit is None else device_limit, given)
     while True:
         stop -= stop % alignment
         lower = stop
-        for component in layout.windows:
+        for component in layout.partial:
             lower = held.accepted(component, lower)
         if lower == stop:
             return stop
@@ -266,7 +268,7 @@ def accepted(
 
 @dataclass(slots=True, frozen=True)
 class _Held:
-    """The window blocks that `tiers` hold on a path."""
+    """The blocks of windows and recurrent states that `tiers` hold on a path."""
 
     path: Sequence[Run]
     tiers: Sequence[Tier]
@@ -370,15 +372,18 @@ def covered(part: Part) -> tuple[int, int]:
 class Hit:
     """The result of a match, in units."""
 
-    __slots__ = ("device_stop", "path", "stop")
+    __slots__ = ("device_stop", "full_stop", "path", "stop")
 
-    def __init__(self, device_stop: int, stop: int, path: tuple[Run, ...]) -> None:
+    def __init__(self, device_stop: int, stop: int, path: tuple[Run, ...], full_stop: int = 0) -> None:
         self.device_stop = device_stop
         """End of the device hit: the last position at which a request could go on computing with the device alone."""
         self.stop = stop
         """End of the hit, with both tiers together."""
         self.path = path
         """The matched runs in prefix order, as far as a hit tier holds full attention. They may end after `stop`."""
+        self.full_stop = full_stop
+        """End of the units of which the hit tiers hold full attention. Only with windows or a recurrent state may it
+        lie after `stop`."""
 
     def run_at(self, position: int) -> Run:
         """The run that holds the unit before `position`."""
@@ -400,17 +405,18 @@ def find_hit(
     """Match at most `limit` units of `sequence`; the hit ends at a multiple of `alignment`. Pins and splits nothing.
 
     In full attention, the hit takes device blocks up to the first that the device lacks, and host blocks after it. The
-    hit ends at the last position at which every window component has the blocks that it needs, in either tier. Device
-    blocks after the device hit are *islands*: a hit may need them in a window. Without `islands`, they count in no
-    component.
+    hit ends at the last position at which every other component has the blocks that it needs, in either tier. Device
+    blocks after the device hit are *islands*: a hit may need them in a window or as a checkpoint. Without `islands`,
+    they count in no component.
     """
     path, device_stop, stop = _full_path(index, sequence, layout, limit)
-    if not layout.windows:
+    if not layout.partial:
         stop -= stop % alignment
         return Hit(min(device_stop, stop), stop, path)
+    full_stop = stop
     if islands:
         stop = accepted(layout, path, stop, HIT_TIERS, alignment)
-        return Hit(accepted(layout, path, min(device_stop, stop), (Tier.DEVICE,)), stop, path)
+        return Hit(accepted(layout, path, min(device_stop, stop), (Tier.DEVICE,)), stop, path, full_stop)
     near = device_stop
     # The device hit ends no later than the hit, and device blocks after the device hit do not count: shorten both in
     # turn until they agree.
@@ -419,7 +425,7 @@ def find_hit(
         reached = present_stop(path, BELOW, near, stop) if layout.full.width else stop
         reached = accepted(layout, path, reached, HIT_TIERS, alignment, device_limit=near)
         if near <= reached:
-            return Hit(near, reached, path)
+            return Hit(near, reached, path, full_stop)
         near = reached
 
 

@@ -433,13 +433,20 @@ class Stores:
     def offer_with_windows(
         self, request: LedgerRequest, run: Run, first: int, stop: int, *, most: int = NO_LIMIT
     ) -> list[Job]:
-        """Store the blocks that a hit at unit `stop`, or slightly before it, needs: full attention as in `offer`, and
-        each window with its margin."""
+        """Store the blocks that a hit at unit `stop`, or slightly before it, needs: full attention as in `offer`, each
+        window with its margin, and all checkpoints."""
         jobs = self.offer(request, run, self.cache.layout.full, first, stop, most=most)
         for component in self.cache.layout.windows:
             start = first_stored(component, self.last_end(request, stop))
             jobs += self.offer(request, run, component, start, stop, most=left_of(most, jobs))
-        return jobs
+        return jobs + self.offer_checkpoints(request, run, 0, stop, most=left_of(most, jobs))
+
+    def offer_checkpoints(
+        self, request: LedgerRequest | None, run: Run, start: int, stop: int, *, most: int = NO_LIMIT
+    ) -> list[Job]:
+        """Store the checkpoints of units `[start, stop)` on the path of `run`, each by itself, without a margin."""
+        recurrent = self.cache.layout.recurrent
+        return [] if recurrent is None else self.offer(request, run, recurrent, start, stop, most=most)
 
     def last_end(self, request: LedgerRequest, stop: int) -> int:
         """The last unit that a repeated request could hit: one token short, rounded down to its `hit_alignment`."""

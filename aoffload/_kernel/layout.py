@@ -4,9 +4,16 @@ A group is a set of layers that share a block table. The *unit* is the least com
 one unit of tokens fills whole blocks of every group, so all positions in the kernel count units.
 
 Groups that read the same tokens form a *component*: one attention component. Component 0 is full attention, which reads
-every token before a position. Each further component has a window (a sliding one, or the chunk of chunked local
-attention) and reads only the last tokens before a position. A component has `width` blocks per unit, those of all its
+every token before a position. Then come the components with a window (a sliding one, or the chunk of chunked local
+attention), which read only the last tokens before a position. A component has `width` blocks per unit, those of all its
 groups together.
+
+The last component may be the *recurrent state*: all groups of layers that keep a state in place of KV. A *checkpoint*
+is a copy of that state at the end of some unit. It takes `width` blocks, in the place of the unit that it ends, and
+most units have none. To continue at unit `stop`, a request needs the checkpoint of unit `stop - 1` and no other: in
+this respect the component is a window of one unit. It has no block table, because a forward does not read checkpoints:
+the engine copies a checkpoint into the running state before it begins, and copies the running state out where a
+checkpoint is planned.
 
 The functions at the end compute with ranges of units: intersection and difference of several ranges and one.
 """
@@ -61,7 +68,8 @@ class Component:
         return self.kind.required_blocks(num_tokens, 1).start if self.number else 0
 
     def before_window(self, stop: int) -> list[int]:
-        """The places, among the ids of unit `first_unit(stop)`, of blocks before all that is needed at unit `stop`."""
+        """The places, among the ids of unit `first_unit(stop)`, of blocks before all that is needed at unit `stop`.
+        None in the recurrent state, whose blocks belong together."""
         needed = self.first_token(stop * self.unit_tokens) % self.unit_tokens
         found: list[int] = []
         at = 0
@@ -96,14 +104,20 @@ class Layout:
     groups: tuple[KVCacheGroup, ...]
     unit_tokens: int
     components: tuple[Component, ...]
+    """Full attention, the windows, and the recurrent state, if there is one."""
     places: tuple[tuple[int, int], ...]
     """For each group: its component, and the offset of its ids among those of a unit there."""
+    paged: tuple[Component, ...]
+    """The components with a block table: full attention and the windows."""
     windows: tuple[Component, ...]
-    """All components but full attention."""
+    partial: tuple[Component, ...]
+    """All components but full attention: a hit needs only a part of their blocks."""
     width: int
-    """Block ids of one unit in all groups together."""
+    """Block ids of one unit in all block tables together."""
     full: Component
     """The component of full attention, the first one."""
+    recurrent: Component | None
+    """The recurrent state, the last component."""
 
     @classmethod
     def of(cls, groups: Sequence[KVCacheGroup]) -> Layout:
@@ -111,37 +125,49 @@ class Layout:
         kinds: list[AttentionKind] = [FullAttention()]
         sizes: list[list[int]] = [[]]
         places: list[tuple[int, int]] = []
+        states = [group for group in groups if group.is_recurrent]
         for group in groups:
-            if group.attention not in kinds:
+            if not group.is_recurrent and group.attention not in kinds:
                 kinds.append(group.attention)
                 sizes.append([])
+        num_rows = 0
+        for group in groups:
+            if group.is_recurrent:
+                places.append((len(kinds), num_rows))
+                num_rows += group.num_rows
+                continue
             number = kinds.index(group.attention)
             places.append((number, sum(unit // size for size in sizes[number])))
             sizes[number].append(group.block_size)
-        components = tuple(
+        paged = tuple(
             Component(number, kind, tuple(found), unit, sum(unit // size for size in found))
             for number, (kind, found) in enumerate(zip(kinds, sizes, strict=True))
         )
+        recurrent = Component(len(paged), states[0].attention, (), unit, num_rows) if states else None
+        components = paged if recurrent is None else (*paged, recurrent)
         return cls(
-            tuple(groups),
-            unit,
-            components,
-            tuple(places),
-            components[1:],
-            sum(component.width for component in components),
-            components[0],
+            groups=tuple(groups),
+            unit_tokens=unit,
+            components=components,
+            places=tuple(places),
+            paged=paged,
+            windows=paged[1:],
+            partial=components[1:],
+            width=sum(component.width for component in paged),
+            full=paged[0],
+            recurrent=recurrent,
         )
 
     def starts(self, stop: int) -> list[int]:
         """For each component, the first unit needed to continue computing at unit `stop`."""
         found = [0] * len(self.components)
-        for component in self.windows:
+        for component in self.partial:
             found[component.number] = component.first_unit(stop)
         return found
 
     def starts_of(self, component: Component, start: int, stop: int) -> list[int]:
-        """The starts of a lease up to unit `stop` that pins full attention and, of the windows, only `component`, from
-        unit `start` on."""
+        """The starts of a lease up to unit `stop` that pins full attention and, of the other components, only
+        `component`, from unit `start` on."""
         found = [stop] * len(self.components)
         found[component.number] = start
         found[0] = 0
@@ -149,9 +175,9 @@ class Layout:
 
     def num_blocks(self, full_start: int, start: int, stop: int) -> int:
         """Number of blocks that a load brings so that a request can go on at unit `stop`: in full attention the blocks
-        from unit `full_start` on, in a window the needed blocks from unit `start` on."""
+        from unit `full_start` on, in the others the needed blocks from unit `start` on."""
         found = (stop - full_start) * self.full.width
-        for component in self.windows:
+        for component in self.partial:
             found += (stop - max(start, component.first_unit(stop))) * component.width
         return found
 
@@ -160,11 +186,15 @@ class Layout:
         return -(-num_tokens // self.unit_tokens)
 
     def by_group(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Convert ids of whole units, one sequence per component, to one list per group."""
-        if len(self.groups) == 1:
+        """Convert ids of whole units, one sequence per block table, to one list per group. The lists of groups with a
+        recurrent state are empty."""
+        if len(self.groups) == 1 and self.recurrent is None:
             return [list(tables[self.places[0][0]])]
         found: list[list[int]] = []
         for group, (number, offset) in zip(self.groups, self.places, strict=True):
+            if group.is_recurrent:
+                found.append([])
+                continue
             ids, width = tables[number], self.components[number].width
             per_unit = self.unit_tokens // group.block_size
             rows = (ids[at + offset : at + offset + per_unit] for at in range(0, len(ids), width))
@@ -179,12 +209,12 @@ class Layout:
                 yield number, range(start * per_unit, stop * per_unit)
 
     def deal(self, blocks: array[int], num_units: int) -> list[array[int]]:
-        """Divide `blocks`, which are for `num_units` more units, among the components."""
-        if len(self.components) == 1:
+        """Divide `blocks`, which are for `num_units` more units, among the block tables."""
+        if len(self.paged) == 1:
             return [blocks]
         found: list[array[int]] = []
         at = 0
-        for component in self.components:
+        for component in self.paged:
             found.append(blocks[at : at + num_units * component.width])
             at += num_units * component.width
         return found

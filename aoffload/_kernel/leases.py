@@ -10,9 +10,9 @@ load. A request has at most one lease per tier, on a path of the index:
     RUNNING              | up to `published`, which grows   | none
     PREEMPTED            | none                             | up to `published` at the preemption
 
-With windows, a matched request may have a second device lease, `reserve`: after the device hit, the device may hold
-window blocks that the host lacks, and the load adopts them. In a window a lease pins a suffix of the path, and the
-suffix moves forward with the window.
+With windows or a recurrent state, a matched request may have a second device lease, `reserve`: after the device hit,
+the device may hold blocks that the host lacks, and the load adopts them. In a window a lease pins a suffix of the path,
+and the suffix moves forward with the window.
 
 **No request waits for its own pins.** A match pins nothing after the hit. If only `reserve` is in the way of the blocks
 that a request needs, the request is matched again without it (`islands=False`).
@@ -20,6 +20,12 @@ that a request needs, the request is matched again without it (`islands=False`).
 **Tables.** A request with device blocks has one block table a component, and it is not matched again until it gives the
 blocks up. The tables name cached blocks for the first `published` units, and private blocks for the others. Null
 entries are units before a window, or units that a load brings in blocks of its jobs.
+
+**Checkpoints.** A model with a recurrent state also takes blocks for the checkpoints that the request is going to write
+(`Checkpoints`): one at the end of the prompt, because the next turn of a conversation continues there, and one at the
+*branch*, where the cached KV of the prompt went further than the deepest checkpoint, because other prompts leave the
+path there. They are planned only as far as they fit beside the tables of the request: a request without checkpoints
+computes as well. Their blocks are counted with those of the tables, all or nothing.
 
 **Publishing** turns private blocks into cached ones, one run of the index at a time:
 
@@ -42,7 +48,7 @@ from .cache import PrefixCache
 from .hooks import Hooks
 from .index import Hit, find_hit, held_ids, lower_path, stretches
 from .plans import PrefixMatch
-from .records import BlockTable, LedgerRequest, Part, Run, nulls
+from .records import NO_LIMIT, BlockTable, Checkpoints, LedgerRequest, Part, Run, nulls
 from .states import RequestState
 
 
@@ -53,17 +59,22 @@ class RequestLeases:
     cache: PrefixCache
     hooks: Hooks
 
-    def pin(self, request: LedgerRequest, *, islands: bool = True) -> None:
-        """Match the known tokens of `request` and lease the hit, in one call. `islands`: see `find_hit`."""
+    def pin(self, request: LedgerRequest, *, islands: bool = True, reads_cache: bool = True) -> None:
+        """Match the known tokens of `request` and lease the hit, in one call. `islands`: see `find_hit`. Without
+        `reads_cache`, the request gets no hit."""
         cache, unit, lower = self.cache, self.cache.layout.unit_tokens, 0
-        hit = self._find(request, islands=islands)
+        hit = self._find(request, islands=islands) if reads_cache else Hit(0, 0, ())
+        if cache.layout.recurrent is not None:
+            if request.checkpoints is None:
+                request.checkpoints = Checkpoints()
+            request.checkpoints.branch_stop = hit.full_stop
         if hit.stop:
             last = hit.path[-1]
             if last.stop != hit.stop:  # pin nothing after the hit: a request must not wait for its own pins
                 last = cache.cut(last, hit.stop)
             if hit.stop > hit.device_stop:
                 request.leases[BELOW] = cache.lease(BELOW, last)
-                if islands and cache.layout.windows:
+                if islands and cache.layout.partial:
                     request.reserve = cache.lease(Tier.DEVICE, last)
             if hit.device_stop:
                 request.leases[Tier.DEVICE] = cache.lease(Tier.DEVICE, cache.cut(last, hit.device_stop))
@@ -95,12 +106,12 @@ class RequestLeases:
         if request.state is RequestState.REQUEUED:
             # A requeued request does not load again. Otherwise two requests whose loads keep failing could alternate
             # for ever, because each gives up its blocks, which lets the other one try again.
-            hit = Hit(hit.device_stop, hit.device_stop, hit.path)
+            hit = Hit(hit.device_stop, hit.device_stop, hit.path, hit.full_stop)
         return hit
 
     def lease_device_to(self, request: LedgerRequest, run: Run | None) -> None:
         """Let the device lease of `request` end at `run`: move it, or take a new one. None: end it. In a window, a new
-        lease pins the units from the start of the table on."""
+        lease pins the units from the start of the table on, and all checkpoints: `slide_windows` unpins them."""
         lease = request.leases.get(Tier.DEVICE)
         if lease is not None and run is not None:
             self.cache.move_lease(lease, run)
@@ -109,6 +120,8 @@ class RequestLeases:
             self.cache.release(lease)
         elif run is not None:
             starts = [table.start for table in request.tables]
+            if self.cache.layout.recurrent is not None:
+                starts.append(0)
             request.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
 
     def forget_match(self, request: LedgerRequest) -> None:
@@ -119,16 +132,16 @@ class RequestLeases:
         for lease in leases:
             self.cache.release(lease)
 
-    def match_again(self, request: LedgerRequest, *, islands: bool = True) -> None:
-        """Release the match, then match and pin what is cached by now."""
+    def match_again(self, request: LedgerRequest, *, islands: bool = True, reads_cache: bool = True) -> None:
+        """Release the match, then match and pin what is cached by now; see `pin`."""
         assert request.may_match_again, "matched again under its block tables"
         self.forget_match(request)
-        self.pin(request, islands=islands)
+        self.pin(request, islands=islands, reads_cache=reads_cache)
 
     def refresh_match(self, request: LedgerRequest) -> None:
-        """Bring the match up to date. Without windows, a request whose leases are exactly those that a new match would
-        take keeps them, because the head of the wait queue is examined often."""
-        if not self.cache.layout.windows and request.leases:
+        """Bring the match up to date. With full attention alone, a request whose leases are exactly those that a new
+        match would take keeps them, because the head of the wait queue is examined often."""
+        if not self.cache.layout.partial and request.leases:
             hit, wanted = self._find(request, islands=True), dict[Tier, Run]()
             if hit.stop > hit.device_stop:
                 wanted[BELOW] = hit.run_at(hit.stop)
@@ -140,7 +153,11 @@ class RequestLeases:
         self.match_again(request)
 
     def end_host_lease(self, request: LedgerRequest) -> None:
-        """Release the leases that only a load needs, the host lease and `reserve`."""
+        """Release what only a load needs: the host lease, `reserve`, and blocks for a checkpoint that it does not
+        bring."""
+        if request.checkpoints is not None and request.checkpoints.incoming:
+            self.cache.give(Tier.DEVICE, request.checkpoints.incoming)
+            request.checkpoints.incoming = array("i")
         lease = request.leases.pop(BELOW, None)
         if lease is not None:
             self.cache.release(lease)
@@ -158,17 +175,39 @@ class RequestLeases:
         private = request.private_blocks()
         for table in request.tables:
             self.cache.last_uses.gave_up(request, table.ids)
+        if request.checkpoints is not None:
+            self.cache.last_uses.gave_up(request, request.checkpoints.ids())
+            request.checkpoints.clear()
         request.tables, request.num_units, request.load, request.nulled = (), 0, None, []
         self.cache.give(Tier.DEVICE, private)
 
     # -- tables ---------------------------------------------------------------------------------------------------
 
-    def num_fresh(self, device_stop: int, hit_stop: int, num_units: int) -> int:
-        """Number of new blocks that tables of `num_units` units take after the device hit. A window takes none for
-        units that it will have left once the host hit is loaded."""
-        found = 0
-        for component in self.cache.layout.components:
+    def num_fresh(self, request: LedgerRequest, device_stop: int, hit_stop: int, num_units: int) -> int:
+        """Number of new blocks that `request` takes for tables of `num_units` units, after a device hit up to
+        `device_stop` in a hit up to `hit_stop`. A window takes none for units that it will have left once the host hit
+        is loaded. With a recurrent state, also the blocks of the checkpoint to load and of the planned ones."""
+        layout, found = self.cache.layout, 0
+        for component in layout.paged:
             found += max(0, num_units - max(device_stop, component.first_unit(hit_stop))) * component.width
+        if layout.recurrent is not None:
+            width, num_planned = layout.recurrent.width, len(self._planned(request, hit_stop))
+            if hit_stop > device_stop:
+                found += width
+            room = self.cache.tiers[Tier.DEVICE].capacity - found - device_stop * layout.width
+            found += max(0, min(num_planned, room // width)) * width
+        return found
+
+    def _planned(self, request: LedgerRequest, hit_stop: int) -> list[int]:
+        """The positions at which `request` should write checkpoints after a hit up to `hit_stop`, the most important
+        first: where the prompt ends for a repeated request, which computes at least one token, and the branch."""
+        assert request.checkpoints is not None
+        end = (request.sequence.num_prompt_tokens - 1) // self.cache.layout.unit_tokens
+        found: list[int] = []
+        for position in (end, request.checkpoints.branch_stop):
+            position -= position % request.hit_alignment
+            if position > hit_stop and position not in found:
+                found.append(position)
         return found
 
     def without_islands(self, request: LedgerRequest, num_units: int) -> tuple[int, int]:
@@ -181,7 +220,15 @@ class RequestLeases:
         taken = [part for run in hit.path for part in run.parts_in(Tier.DEVICE) if not part.num_references]
         gained = sum(len(part.blocks) + len(part.tombstone_ids()) for part in unpinned)
         gained -= sum(self._num_needed(part, hit.device_stop) for part in (*unpinned, *taken))
-        return self.num_fresh(hit.device_stop, hit.stop, num_units), gained
+        return self.num_fresh(request, hit.device_stop, hit.stop, num_units), gained
+
+    def without_hit(self, request: LedgerRequest, num_units: int) -> tuple[int, int]:
+        """Number of new blocks that tables of `num_units` units take without a hit, and number of blocks that would
+        become available if `request` gave up its match."""
+        leases = [lease for lease in request.all_leases() if lease.tier is Tier.DEVICE]
+        unpinned = self.cache.pinned_by_none_but(leases)
+        gained = sum(len(part.blocks) + len(part.tombstone_ids()) for part in unpinned)
+        return self.num_fresh(request, 0, 0, num_units), gained
 
     def _num_needed(self, part: Part, stop: int) -> int:
         """Blocks of `part` that are needed to continue computing at unit `stop`."""
@@ -195,7 +242,7 @@ class RequestLeases:
         stop, taken = request.published, 0
         num_units = max(num_units, stop)  # a later match may have hit more units than the request wanted tables for
         tables: list[BlockTable] = []
-        for component in self.cache.layout.components:
+        for component in self.cache.layout.paged:
             start = component.first_unit(stop) if stop else 0
             fresh_start = min(num_units, max(stop, component.first_unit(request.hit_stop)))
             count = (num_units - fresh_start) * component.width
@@ -207,8 +254,22 @@ class RequestLeases:
             tables.append(BlockTable(component.width, ids, start))
         request.tables, request.num_units = tuple(tables), num_units
         request.num_computed_tokens = stop * self.cache.layout.unit_tokens
+        if request.checkpoints is not None:
+            self._start_checkpoints(request, request.checkpoints, blocks[taken:])
         for hook in self.hooks.on_allocated:
             hook(request)
+
+    def _start_checkpoints(self, request: LedgerRequest, checkpoints: Checkpoints, blocks: array[int]) -> None:
+        """Divide `blocks` among the checkpoint of the host hit, and the planned ones as far as they go."""
+        assert self.cache.layout.recurrent is not None
+        width, at = self.cache.layout.recurrent.width, 0
+        if request.hit_stop > request.published:
+            checkpoints.incoming, at = blocks[:width], width
+        for position in self._planned(request, request.hit_stop):
+            if at < len(blocks):
+                checkpoints.planned[position] = blocks[at : at + width]
+                at += width
+        checkpoints.resume = checkpoint_ids(self.cache, request, request.published)
 
     def lengthen_tables(self, request: LedgerRequest, num_units: int, blocks: array[int]) -> None:
         """Append `blocks`, taken for the units up to `num_units`."""
@@ -219,8 +280,15 @@ class RequestLeases:
             request.num_units = num_units
 
 
+def checkpoint_ids(cache: PrefixCache, request: LedgerRequest, position: int) -> array[int]:
+    """The device blocks of the checkpoint at unit `position`, up to which `request` has hit or loaded."""
+    assert cache.layout.recurrent is not None
+    return held_ids(request.device_run, Tier.DEVICE, cache.layout.recurrent.number, position - 1, position)
+
+
 def slide_windows(cache: PrefixCache, request: LedgerRequest, *, after_load: bool = False) -> None:
-    """Release the blocks that the windows have left at `num_computed_tokens`.
+    """Release the blocks that the windows have left at `num_computed_tokens`, and the checkpoints that are read or
+    written by then.
 
     Private blocks are freed, and cached blocks are unpinned. Their positions in the tables become null. Does nothing
     during a step, which may still read the blocks: the end of the step calls it again. `after_load`: at the end of a
@@ -241,6 +309,26 @@ def slide_windows(cache: PrefixCache, request: LedgerRequest, *, after_load: boo
             cache.unpin_before(lease, component, start)
         request.nulled.append((component.number, table.start, start))
         table.start = start
+    if request.checkpoints is not None:
+        _release_checkpoints(cache, request, request.checkpoints)
+
+
+def _release_checkpoints(cache: PrefixCache, request: LedgerRequest, checkpoints: Checkpoints) -> None:
+    """Release the checkpoints that `request` has passed: it has continued from one, and has written others or has left
+    them out. Published ones stay cached."""
+    unit, recurrent = cache.layout.unit_tokens, cache.layout.recurrent
+    assert recurrent is not None
+    if request.num_computed_tokens == request.ready_stop * unit:
+        return  # it has computed nothing yet
+    for position in [at for at in checkpoints.planned if at * unit <= request.num_computed_tokens]:
+        left_out = checkpoints.planned.pop(position)
+        cache.last_uses.gave_up(request, left_out)
+        cache.give(Tier.DEVICE, left_out)
+    lease = request.leases.get(Tier.DEVICE)
+    if lease is not None and lease.starts[recurrent.number] != NO_LIMIT:
+        cache.last_uses.gave_up(request, checkpoints.resume + checkpoints.written)
+        checkpoints.resume, checkpoints.written = array("i"), array("i")
+        cache.unpin_all(lease, recurrent)
 
 
 MAX_GROWN_BYTES = 2**14
@@ -249,7 +337,7 @@ once they are unpinned."""
 
 
 def publish(leases: RequestLeases, request: LedgerRequest, stop: int) -> None:
-    """Make units `[request.published, stop)` findable and pin their path.
+    """Make units `[request.published, stop)` findable in all block tables, and pin their path.
 
     Units that another request has cached meanwhile are pinned too, because the later units of the request follow them
     in the index. The request keeps its private copy of them until it ends. If the cached copy is unused, the request's
@@ -275,7 +363,7 @@ def publish(leases: RequestLeases, request: LedgerRequest, stop: int) -> None:
         parts = run.parts_in(Tier.DEVICE)
         if not any(part.num_references or part.incoming is not None for part in parts):
             # The device copy is unused, and no job adds to it: free it, so that the request's blocks take its place.
-            for part, table in zip(parts, request.tables, strict=True):
+            for part, table in zip(parts[: len(request.tables)], request.tables, strict=True):
                 if table.start <= run.start:  # else the request has no blocks for units that left its window
                     cache.withdraw_part(part)
         leases.lease_device_to(request, run)
@@ -308,6 +396,7 @@ def _may_grow(cache: PrefixCache, run: Run) -> bool:
     boundary, and the growing request's lease is its only reference, so that no other reader sees it change."""
     if len(run.tokens) > MAX_GROWN_BYTES or cache.is_cut(run.stop):
         return False
+    recurrent = cache.layout.recurrent
     full = run.parts[Tier.DEVICE]
     if run.num_after or full.rank or (full.width and full.stop != run.stop):
         return False
@@ -315,9 +404,38 @@ def _may_grow(cache: PrefixCache, run: Run) -> bool:
         is_ours = part.tier is Tier.DEVICE
         if part.incoming is not None or part.num_references > is_ours:
             return False
-        if is_ours and part.component and (not part.num_references or (part.blocks and part.stop != run.stop)):
+        if not is_ours or not part.component:
+            continue
+        if recurrent is not None and part.component == recurrent.number:
+            if part.blocks:  # a run ends at its checkpoint, where later prompts leave it
+                return False
+        elif not part.num_references or (part.blocks and part.stop != run.stop):
             return False
     return True
+
+
+def publish_checkpoint(cache: PrefixCache, request: LedgerRequest, position: int) -> None:
+    """Make the checkpoint at unit `position` findable, which `request` has written, and pin it. If the device has that
+    checkpoint already, its copy stays, and that of the request is freed like one that was left out."""
+    checkpoints, lease, recurrent = request.checkpoints, request.leases[Tier.DEVICE], cache.layout.recurrent
+    assert checkpoints is not None and recurrent is not None
+    run = next(run for run, _, _ in stretches(lease.run, position - 1, position))
+    part = run.part(Tier.DEVICE, recurrent.number)
+    # A run holds one stretch: a checkpoint that does not adjoin it gets a run of its own.
+    if part.blocks and position < part.first:
+        run = cache.split(run, position)
+        part = run.part(Tier.DEVICE, recurrent.number)
+    elif part.blocks and position - 1 > part.stop:
+        cache.split(run, position - 1)
+    if lease.starts[recurrent.number] > run.start:
+        if lease.starts[recurrent.number] != NO_LIMIT:
+            cache.unpin_all(lease, recurrent)
+        cache.pin_from(lease, recurrent, run.start)
+    before = (part.first, part.stop) if part.blocks else (position - 1, position - 1)
+    if not part.enter(position - 1, position, checkpoints.planned[position]):
+        checkpoints.written.extend(checkpoints.planned.pop(position))
+        checkpoints.published.append(position)
+        cache.tiers[Tier.DEVICE].part_changed(part, *before)
 
 
 def step_back(leases: RequestLeases, request: LedgerRequest, start: int) -> None:

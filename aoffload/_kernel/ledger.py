@@ -40,7 +40,7 @@ from .index import find_hit, lower_path
 from .leases import slide_windows
 from .loads import Loads, require_no_holes
 from .moves import Moves
-from .plans import Extension, PrefixMatch, RequestOptions, TransferPlan
+from .plans import Checkpoint, Extension, PrefixMatch, RequestOptions, TransferPlan
 from .pools import FreeList, TierBlocks
 from .protocols import DevicePool, EvictionOrder
 from .records import LedgerRequest, Step, Waiter, do_nothing
@@ -255,30 +255,39 @@ class CoreLedger(CacheBase):
     # -- computing ------------------------------------------------------------------------------------------------
 
     def commit(
-        self, request: LedgerRequest, num_computed_tokens: int, new_token_ids: TokenIds = ()
+        self,
+        request: LedgerRequest,
+        num_computed_tokens: int,
+        new_token_ids: TokenIds = (),
+        checkpoints: Iterable[int] = (),
     ) -> tuple[TransferPlan, ...]:
-        """Append `new_token_ids`, then publish up to `num_computed_tokens` (absolute); returns the stores to launch."""
-        plans = self._commits.commit(self.own(request), num_computed_tokens, new_token_ids)
+        """Append `new_token_ids`, then publish up to `num_computed_tokens` (absolute); returns the stores to launch.
+
+        `checkpoints`: the positions, in tokens, at which the forward has copied the recurrent state into the blocks of
+        `planned_checkpoints`. Others that it has passed are given up. `CommitError` if a position is not planned, or
+        not among the tokens that this commit adds."""
+        plans = self._commits.commit(self.own(request), num_computed_tokens, new_token_ids, checkpoints)
         self.end_call()
         return plans
 
     def commit_all(
-        self, commits: Iterable[tuple[LedgerRequest, int, TokenIds]]
+        self,
+        commits: Iterable[tuple[LedgerRequest, int, TokenIds] | tuple[LedgerRequest, int, TokenIds, Iterable[int]]],
     ) -> tuple[tuple[TransferPlan, ...], ...]:
-        """Commit several requests of one forward, all or nothing. Each commit is a tuple of the arguments of `commit`.
-        Returns the stores to launch, one tuple for each commit."""
+        """Commit several requests of one forward, all or nothing. Each commit is a tuple of the arguments of `commit`,
+        with or without `checkpoints`. Returns the stores to launch, one tuple for each commit."""
         if self.hooks.calling:
             self.hooks.refuse_verb()
-        checked: list[tuple[LedgerRequest, object, TokenIds]] = []
+        checked: list[tuple[LedgerRequest, object, TokenIds, Iterable[int]]] = []
         for one in as_tuple("commits", commits, "tuple"):
-            if type(one) is not tuple or len(one) != 3:
+            if type(one) is not tuple or len(one) not in (3, 4):
                 raise InvalidArgument(
                     "commits", f"must hold tuples (request, tokens computed, new ids), got {shown(one)}"
                 )
             request = self.own(one[0])
             if any(request is other for other, *_ in checked):
                 raise InvalidArgument("commits", f"names {request} twice")
-            checked.append((request, one[1], one[2]))
+            checked.append((request, one[1], one[2], one[3] if len(one) == 4 else ()))
         plans = self._commits.commit_all(checked)
         self.end_call()
         return tuple(plans)
@@ -398,9 +407,26 @@ class CoreLedger(CacheBase):
             hook(request)
 
     def block_ids(self, request: LedgerRequest) -> list[list[int]]:
-        """The block table, one list per group."""
+        """The block table, one list per group. Empty for groups with a recurrent state: see `planned_checkpoints`."""
         tables = self.own(request).tables
         return self.layout.by_group([table.ids for table in tables]) if tables else self._no_tables()
+
+    def planned_checkpoints(self, request: LedgerRequest) -> tuple[Checkpoint, ...]:
+        """The checkpoints of the recurrent state that `request` should write, in prefix order. Its engine ends a
+        forward there, copies the state into the blocks, and names the position to `commit`. Empty if the model has no
+        recurrent state, or no blocks were left for checkpoints. An engine may leave out any of them."""
+        found = self.own(request).checkpoints
+        planned = {} if found is None else found.planned
+        return tuple([Checkpoint(at * self.layout.unit_tokens, [*planned[at]]) for at in sorted(planned)])
+
+    def resume_checkpoint(self, request: LedgerRequest) -> Checkpoint | None:
+        """The checkpoint of the recurrent state from which `request` continues. Its engine copies it into the running
+        state before the first forward, or inside of a `step` with that forward. None: `request` begins with the initial
+        state, or has computed since then."""
+        found = self.own(request).checkpoints
+        if found is None or not found.resume:
+            return None
+        return Checkpoint(request.ready_stop * self.layout.unit_tokens, [*found.resume])
 
 
 def _device_tier(num_device_blocks: int, device_pool: DevicePool | None, order: EvictionOrder) -> TierBlocks:

@@ -10,7 +10,8 @@ What a load does with the units of the hit, in full attention:
 
 The request has blocks for all these units already. Its blocks for adopted and shared units go back at once. Its blocks
 for planned units belong to the new jobs, and its table is null there until the load ends. A window component needs only
-the units of the window before `stop`, where the three kinds may lie in any order.
+the units of the window before `stop`, where the three kinds may lie in any order. Of a recurrent state, the load needs
+the checkpoint at `stop`, which is of one of the three kinds; the request has blocks for one (`Checkpoints.incoming`).
 
 The device lease of the request moves to `stop` before anything is planned, so that everything a job publishes is pinned
 as it lands. The host lease stays until the load ends.
@@ -38,7 +39,8 @@ discarded. Launched jobs go on and publish what they bring.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -50,7 +52,7 @@ from .hooks import Hooks
 from .index import accepted, covered, held_ids, held_stop, jobs_bringing, jobs_into, present_stop, stretches
 from .jobs import JobBook
 from .layout import Component, outside
-from .leases import RequestLeases, slide_windows, step_back
+from .leases import RequestLeases, checkpoint_ids, slide_windows, step_back
 from .moves import Moves
 from .plans import TransferPlan
 from .records import NO_LIMIT, BlockTable, Job, LedgerRequest, Load, Run, Waiter, do_nothing
@@ -166,6 +168,8 @@ class Loads:
         for component in layout.windows:
             first = max(start, component.first_unit(stop))
             shared += self._bring_window(request, load, component, first, new)
+        if layout.recurrent is not None:
+            shared += self._bring_checkpoint(request, load, layout.recurrent, new)
         for job in (*shared, *new):
             if job.start < stop:
                 job.claims[load] = None
@@ -235,6 +239,23 @@ class Loads:
             new += self._plan_units(request, load, component, units.start, units.stop)
         return list(shared)
 
+    def _bring_checkpoint(
+        self, request: LedgerRequest, load: Load, component: Component, new: list[Job]
+    ) -> Iterable[Job]:
+        """Adopt, share or plan the checkpoint at the end of the load, as `_bring_window`."""
+        run, unit, checkpoints = request.leases[Tier.DEVICE].run, load.stop - 1, request.checkpoints
+        assert checkpoints is not None
+        part = run.part(Tier.DEVICE, component.number)
+        if part.first <= unit < part.stop:
+            return ()
+        shared = [job for job in jobs_into(part) if job.start <= unit < job.stop]
+        if not shared:
+            ids, checkpoints.incoming = checkpoints.incoming, array("i")
+            new += self.jobs.plan(
+                request, BELOW, Tier.DEVICE, run, component, unit, load.stop, ids, load.units_per_job
+            )  # fmt: skip
+        return shared
+
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _conclude(self, request: LedgerRequest) -> list[Callable[[], object]]:
@@ -254,7 +275,7 @@ class Loads:
         if is_current and run is not None:
             ready = max(start, held_stop(layout, run.whole_path(), Tier.DEVICE, start, load.stop))
         missing: list[int] = []
-        for table, component in zip(request.tables, layout.components, strict=True):
+        for table, component in zip(request.tables, layout.paged, strict=True):
             first = max(start, component.first_unit(ready))
             if table.width:
                 if start < first:
@@ -270,6 +291,8 @@ class Loads:
             request.num_lost_tokens += (load.stop - ready) * layout.unit_tokens
             step_back(self.request_leases, request, ready)
         self.request_leases.end_host_lease(request)
+        if request.checkpoints is not None:
+            request.checkpoints.resume = checkpoint_ids(self.cache, request, ready)
         if layout.windows:
             slide_windows(self.cache, request, after_load=True)
         if any(missing) and sum(missing) > self.admission.num_available:

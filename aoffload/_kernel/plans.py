@@ -141,6 +141,15 @@ class Extension:
 
 
 @attrs.frozen
+class Checkpoint:
+    """A copy of the recurrent state after the first `num_tokens` tokens of a request, and the blocks that hold it: the
+    blocks of all groups with `RecurrentState`, `num_rows` for each, in the order of the groups."""
+
+    num_tokens: int
+    block_ids: list[int]
+
+
+@attrs.frozen
 class TierStatistics:
     """Blocks of one tier by state; the last four add up to the first."""
 

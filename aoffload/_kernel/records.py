@@ -314,7 +314,7 @@ class Lease:
         self.run = run
         self.starts = starts
         """For each component: the first unit that is pinned, always the start of a run. A start at or after the end of
-        `run` pins nothing of the component."""
+        `run` pins nothing of the component. `NO_LIMIT`: none is pinned, wherever the lease ends later."""
         self.released = False
 
 
@@ -527,6 +527,45 @@ def not_null(ids: array[int]) -> array[int]:
     return array("i", seen[seen != 0].tobytes()) if number else array("i")
 
 
+class Checkpoints:
+    """The checkpoints of one request whose model has a recurrent state. Positions are in units: a checkpoint at
+    position `p` is the state after the first `p` units.
+
+    The request continues from one checkpoint, that of its hit, and plans to write others. Blocks for these are taken
+    together with those of the block tables. They are private until a commit names the checkpoint as written; it is
+    published then. Like blocks before a window, all of them are given up once the request has computed further and no
+    step may read or write them any more (`slide_windows`). A published checkpoint then stays cached."""
+
+    __slots__ = ("branch_stop", "incoming", "planned", "published", "resume", "written")
+
+    def __init__(self) -> None:
+        self.branch_stop = 0
+        """End of the units of which the hit tiers held full attention at the match, also without a checkpoint. Other
+        prompts leave the path there."""
+        self.planned: dict[int, array[int]] = {}
+        """Private blocks by position, where the request is going to write a checkpoint."""
+        self.incoming = array("i")
+        """Private blocks into which a load copies the checkpoint of the host hit. Its job owns them later."""
+        self.resume = array("i")
+        """Cached blocks of the checkpoint from which the request continues, at `ready_stop`."""
+        self.written = array("i")
+        """Blocks of checkpoints that the request has published and not given up yet."""
+        self.published: list[int] = []
+        """The positions of all checkpoints that the request has published: an invalidation must find them."""
+
+    def private(self) -> array[int]:
+        """Ids of the blocks that only the request reads, writes and frees."""
+        return sum(self.planned.values(), array("i", self.incoming))
+
+    def ids(self) -> array[int]:
+        """All blocks that a step of the request may read or write."""
+        return self.private() + self.resume + self.written
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self.planned, self.incoming, self.resume, self.written = {}, array("i"), array("i"), array("i")
+
+
 _MAY_MATCH_AGAIN = (
     RequestState.QUEUED, RequestState.MATCHED, RequestState.PINNED, RequestState.REQUEUED, RequestState.STRANDED,
 )  # fmt: skip
@@ -537,8 +576,8 @@ class LedgerRequest:
     """One request, with all that it owns. Programs may read it; only the verbs of its ledger change it."""
 
     __slots__ = (
-        "computing", "epoch", "evictions_before", "has_committed", "has_parent", "hit_alignment", "hit_limit",
-        "hit_stop", "last_step", "leases", "ledger", "load", "match", "nulled", "num_computed_tokens",
+        "checkpoints", "computing", "epoch", "evictions_before", "has_committed", "has_parent", "hit_alignment",
+        "hit_limit", "hit_stop", "last_step", "leases", "ledger", "load", "match", "nulled", "num_computed_tokens",
         "num_lost_tokens", "num_steps", "num_units", "published", "ready_stop", "reason", "request_id", "reserve",
         "sequence", "since_s", "state", "store_limit", "tables", "ticket", "waiter", "when_idle",
     )  # fmt: skip
@@ -573,15 +612,18 @@ class LedgerRequest:
         self.load: Load | None = None
         """The load under way; None before `plan_load` and once the load is over."""
         self.tables: tuple[BlockTable, ...] = ()
-        """One per component, once the request has blocks."""
+        """One for each paged component, once the request has blocks."""
         self.num_units = 0
         """Units that the tables cover."""
         self.leases: dict[Tier, Lease] = {}
         """Device: a lease on the cached path that it reads. Host: a lease on the path that it will load."""
         self.reserve: Lease | None = None
-        """Only with windows: a second device lease, on window blocks after the device hit, which the load adopts."""
+        """Only with windows or a recurrent state: a second device lease, on blocks after the device hit, which the load
+        adopts."""
         self.published = 0
         """Number of leading units that are in the index, or were when the request hit, loaded or committed them."""
+        self.checkpoints: Checkpoints | None = None
+        """From the first match on; None if the model has no recurrent state."""
         self.nulled: list[tuple[int, int, int]] = []
         """(component, start, stop): units that have left the window of a component since the last `Extension`."""
         self.ready_stop = 0
@@ -652,6 +694,8 @@ class LedgerRequest:
         found = array("i")
         for table in self.tables:
             found.extend(table.private(self.published))
+        if self.checkpoints is not None:
+            found.extend(self.checkpoints.private())
         return found
 
     @property
@@ -685,8 +729,9 @@ class LedgerRequest:
 
     @property
     def num_held(self) -> int:
-        """Blocks in its tables, without null ones."""
-        return sum(table.num_held for table in self.tables)
+        """Blocks in its tables, without null ones, and those of its checkpoints."""
+        held = sum(table.num_held for table in self.tables)
+        return held if self.checkpoints is None else held + len(self.checkpoints.ids())
 
 
 def do_nothing() -> None:

@@ -102,7 +102,7 @@ class Admission:
         """Take blocks for `num_tokens` (None: the prompt), all or nothing; `OutOfBlocks` changes nothing."""
         num_units = self._units_to_allocate(request, num_tokens)
         would_overtake = bool(self.queue.allocating or self.queue.extending)
-        missing = self.request_leases.num_fresh(request.published, request.hit_stop, num_units)
+        missing = self.request_leases.num_fresh(request, request.published, request.hit_stop, num_units)
         if would_overtake or missing > self.cache.tiers[Tier.DEVICE].num_available:
             if (error := self._never_fits(request, num_units)) is not None:
                 raise error
@@ -329,7 +329,7 @@ class Admission:
                     waiter.error = error
                     over.append(waiter)
                     continue
-                if not self.cache.layout.windows:  # with windows, host blocks and the request's own pins matter, too
+                if not self.cache.layout.partial:  # else host blocks and the request's own pins matter, too
                     missing = self.num_missing(request, waiter.num_units)
                     waiter.num_missing, waiter.changes_seen = missing, device.num_changes
             if self.others_hold_blocks():
@@ -367,7 +367,7 @@ class Admission:
         """Blocks that tables of `num_units` units still need."""
         if request.tables:
             return max(0, num_units - request.num_units) * self.cache.layout.width
-        return self.request_leases.num_fresh(request.published, request.hit_stop, num_units)
+        return self.request_leases.num_fresh(request, request.published, request.hit_stop, num_units)
 
     def num_needed(self, request: LedgerRequest, num_units: int) -> int:
         """Blocks that tables of `num_units` units need in all: the needed blocks of the device hit count, but no
@@ -376,7 +376,7 @@ class Admission:
             gone = sum(table.start * table.width for table in request.tables)
             return num_units * self.cache.layout.width - gone
         stop, components = request.published, self.cache.layout.components
-        fresh = self.request_leases.num_fresh(stop, request.hit_stop, num_units)
+        fresh = self.request_leases.num_fresh(request, stop, request.hit_stop, num_units)
         return fresh + sum((stop - component.first_unit(stop)) * component.width for component in components)
 
     def check_could_fit(self, num_tokens: object) -> None:
@@ -394,13 +394,27 @@ class Admission:
     def _never_fits(self, request: LedgerRequest, num_units: int) -> OutOfBlocks | None:
         """The error for a request that could not fit even alone, with its present match; None if it could."""
         needed = self.num_needed(request, num_units)
+        if needed > self.capacity and self._hit_is_too_large(request, num_units):
+            needed = num_units * self.cache.layout.width
         return OutOfBlocks(needed, self.capacity, retryable=False) if needed > self.capacity else None
+
+    def _hit_is_too_large(self, request: LedgerRequest, num_units: int) -> bool:
+        """Whether the tables of `request` never fit together with the checkpoint of its hit."""
+        has_one = request.checkpoints is not None and request.hit_stop > 0 and not request.tables
+        return has_one and self.num_needed(request, num_units) > self.capacity
 
     def _has_blocks(self, request: LedgerRequest, num_units: int) -> bool:
         """Whether blocks for tables of `num_units` are available. If only the request's own pins after its device hit
-        (`reserve`) are in the way, it is matched again without them: no request waits for its own pins."""
+        (`reserve`) are in the way, it is matched again without them: no request waits for its own pins. If the
+        checkpoint of its hit takes the room that its tables need, it does without the hit."""
         if self.num_missing(request, num_units) <= self.num_available:
             return True
+        if self._hit_is_too_large(request, num_units):
+            missing, gained = self.request_leases.without_hit(request, num_units)
+            if missing > self.num_available + gained:
+                return False
+            self.request_leases.match_again(request, reads_cache=False)
+            return self.num_missing(request, num_units) <= self.num_available
         if request.reserve is None:
             return False
         missing, gained = self.request_leases.without_islands(request, num_units)

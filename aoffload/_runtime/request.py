@@ -441,10 +441,10 @@ class Request(RequestBase[Ledger, LedgerRequest]):
                 f"{num_tokens} tokens in total are fewer than the {num_known} of {record}, and end inside of a block:"
                 f" allocate a multiple of {layout.unit_tokens}"
             )
-        elif layout.windows and num_tokens < hit > match.num_device_tokens:
+        elif layout.partial and num_tokens < hit > match.num_device_tokens:
             problem = (
-                f"{num_tokens} tokens in total are fewer than the hit of {hit} of {record}: with windows, a part of a"
-                f" hit may load nothing"
+                f"{num_tokens} tokens in total are fewer than the hit of {hit} of {record}: with windows or a recurrent"
+                f" state, a part of a hit may load nothing"
             )
         if problem:
             warnings.warn(f"allocate: {problem}", UserWarning, stacklevel=3)

@@ -36,6 +36,7 @@ from .program import (
     with_a_store,
     with_learning,
     with_quotas,
+    with_states,
     without_laziness,
 )
 from .shrinking import shorten
@@ -80,6 +81,7 @@ def _of_a_ledger(world: World) -> World:
 
 LEDGERS: Mapping[str, _Kind] = {
     "ledger": _Kind(LedgerMachine, LedgerSequences, lambda world: with_quotas(_of_a_ledger(world))),
+    "states": _Kind(LedgerMachine, LedgerSequences, lambda world: with_quotas(_of_a_ledger(with_states(world)))),
     "kernel": _Kind(KernelMachine, KernelDraw, lambda world: attrs.evolve(world, store_policy="eager")),
     "meddled": _Kind(ExtendedMachine, LedgerSequences, _of_a_ledger),
     "engine": _Kind(EngineMachine, EngineDraw, lambda world: with_quotas(_of_an_engine(world))),

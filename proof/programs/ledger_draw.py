@@ -161,7 +161,10 @@ class LedgerDraw(RemoteDraw, JobDraw):
             )
         new = self.prompts.tokens(rng.choice((1, 1, 2))) if rng.random() < 0.5 else []
         stop = min(num_free, length) if rng.random() < 0.6 else rng.randint(done, max(done, min(num_free, length)))
-        return Call("compute", {"who": client.name, "stop": max(done, stop), "new": new if stop >= length else []})
+        args: dict[str, Any] = {"who": client.name, "stop": max(done, stop), "new": new if stop >= length else []}
+        if self.machine.bytes.num_rows and rng.random() < 0.2:
+            args["most"] = rng.choice((0, 0, 1))
+        return Call("compute", args)
 
     def _any_request(self) -> Call | None:
         """Any call about a request, whatever its state."""
@@ -277,9 +280,10 @@ class LedgerDraw(RemoteDraw, JobDraw):
         if not self.machine.steps:
             return None
         new = self.prompts.tokens(1) if self.rng.random() < 0.5 else []
-        return Call(
-            "end", {"step": self.rng.choice(list(self.machine.steps)), "commits": self.rng.random() < 0.85, "new": new}
-        )
+        args = {"step": self.rng.choice(list(self.machine.steps)), "commits": self.rng.random() < 0.85, "new": new}
+        if self.machine.bytes.num_rows and self.rng.random() < 0.2:
+            args["most"] = self.rng.choice((0, 0, 1))
+        return Call("end", args)
 
     # -- jobs -----------------------------------------------------------------------------------------------------
 

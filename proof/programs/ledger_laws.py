@@ -67,6 +67,11 @@ class Laws:
                 if problem := machine.bytes.problem(part.tier, readable, machine.epoch_of(run.root)):
                     law, how = problem
                     raise Violation(law, f"{part.tier.name} {how}: {run}")
+                recurrent = self._ledger.layout.recurrent
+                if recurrent is not None and part.component == recurrent.number and not known:
+                    for unit in range(part.first, part.stop):
+                        if found := machine.bytes.checkpoint_problem(part.tier, part.ids(unit, unit + 1)):
+                            raise Violation("wrong bytes", f"a checkpoint in {part.tier.name} {found}: {run}")
 
     def after_reset(self, tier: Tier | None) -> None:
         """No lookup finds KV from before the reset, and no request without blocks keeps a hit."""
@@ -95,6 +100,8 @@ class Laws:
             if record.state is RequestState.RUNNING and not client.must_end and not _in_doubt(record):
                 tables = self._ledger.block_ids(record)
                 self._machine.read(client, tables, record.num_computed_tokens)
+                resume = self._ledger.resume_checkpoint(record)
+                self._machine.enter_state(client, record.num_computed_tokens, resume)
 
     def _foreign_blocks(self) -> None:
         """Blocks that a step or a job touches are neither free nor private to another request."""

@@ -159,6 +159,7 @@ class RequestCalls(StepCalls):
         self.take(found.plans)
         self.features.add("preempt")
         client.marks.clear()
+        client.state_at = -1
         return f"{found.num_freed} {found.num_pending}"
 
     def do_resume(self, who: str, num_tokens: int | None = None) -> str:
@@ -181,8 +182,9 @@ class RequestCalls(StepCalls):
             sampled_marks=client.text.sampled_marks[:],
         )
         self.clients[child] = Client(
-            child, fork.request, text, client.num_prompt, client.must_end, client.born, oldest=client.oldest
-        )
+            child, fork.request, text, client.num_prompt, client.must_end, client.born, oldest=client.oldest,
+            state_at=client.state_at, state_marks=client.state_marks,
+        )  # fmt: skip
         self.features.add("fork")
         return f"{fork.copies}" + self._tables(self.clients[child])
 

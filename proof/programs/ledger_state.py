@@ -14,7 +14,7 @@ from aoffload._common.tiers import Tier
 from aoffload._extensions.assembly import Ledger
 from aoffload._extensions.pins import Pin
 from aoffload._extensions.transfers import CacheTransfer
-from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.plans import Checkpoint, Completion, TransferPlan
 from aoffload._kernel.records import Job, LedgerRequest
 from aoffload._kernel.states import RequestState
 from aoffload.testing.violations import Violation
@@ -48,6 +48,9 @@ class Client:
     oldest: int = 0
     """How often the weights had changed when the request got its blocks or its load ended. It reads no earlier KV,
     unless equal weights computed it."""
+    state_at: int = -1
+    """The token up to which its running state is computed; -1: it has none. The running state changes with a commit."""
+    state_marks: int = 0
     marks: list[int] = attrs.field(factory=list)
     """The mark of each token that it has computed itself, 0 where it was loaded."""
 
@@ -67,6 +70,14 @@ class Forward:
     is_early: bool
     is_void: bool = False
     """Its request has invalidated tokens since it began, or was over when another one did."""
+    resume: Checkpoint | None = None
+    """The checkpoint from which it continues."""
+    passed: tuple[Checkpoint, ...] = ()
+    """The planned checkpoints that it passes."""
+    written: list[int] = attrs.field(factory=list)
+    """The positions of those that it has written."""
+    state_marks: int = 0
+    """The marks of its state at its end."""
 
 
 @attrs.define(eq=False)
@@ -157,23 +168,42 @@ class LedgerState:
         for marks in client.marks[from_token:]:
             self.bytes.invalid |= marks
         del client.marks[from_token:]
+        if from_token < client.state_at:
+            client.state_at = -1
         del client.text.tokens[max(client.num_prompt, from_token + 1) :]
         del client.text.prefixes[len(client.text.tokens) + 1 :]
         del client.text.sampled_marks[max(0, from_token + 1 - client.num_prompt) :]
         for record in affected:
             self.clients[record.request_id].must_end = True
 
+    def enter_state(self, client: Client, start: int, resume: Checkpoint | None) -> int:
+        """Get the running state of `client` at token `start`: the initial one, that of `resume`, or its own. Returns
+        its marks."""
+        if not self.bytes.num_rows:
+            return 0
+        if resume is not None:
+            if resume.num_tokens != start:
+                raise Violation("no state", f"{client.name} continues at {start}, and its checkpoint is of {resume}")
+            return self.bytes.read_checkpoint(client.text, resume.block_ids, start, client.name, client.oldest)
+        if start and client.state_at != start:
+            raise Violation("no state", f"{client.name} continues at {start}, and has the state of {client.state_at}")
+        return client.state_marks if start else 0
+
     def written_by(self, forward: Forward) -> list[int]:
         """The blocks that a forward writes to."""
         found: list[int] = []
         for group, table in zip(self.groups, forward.tables, strict=True):
             found += [b for b in table[forward.start // group.block_size : -(-forward.stop // group.block_size)] if b]
+        for checkpoint in forward.passed:
+            found += checkpoint.block_ids
         return found if forward.stop > forward.start else []
 
     def read_by(self, forward: Forward) -> list[int]:
         """The blocks that a forward reads."""
         found: list[int] = []
         for group, table in zip(self.groups, forward.tables, strict=True):
+            if group.is_recurrent:
+                continue
             needed = group.attention.required_blocks(forward.start, group.block_size)
             found += [b for b in table[needed.start : needed.stop] if b]
-        return found
+        return found if forward.resume is None else [*found, *forward.resume.block_ids]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from aoffload._kernel.states import RequestState
-from aoffload.errors import AoffloadError, IllegalTransition, IntegrityError, LeaseError
+from aoffload.errors import AoffloadError, CommitError, IllegalTransition, IntegrityError, LeaseError
 from aoffload.testing.violations import Violation
 
 from .ledger_jobs import JobCalls
@@ -22,8 +22,9 @@ BROKEN = (IllegalTransition, IntegrityError, LeaseError)
 class StepCalls(JobCalls):
     """A forward reads and writes at its end, the latest possible moment."""
 
-    def do_compute(self, who: str, stop: int, new: Sequence[int] = ()) -> str:
-        """A forward up to token `stop`, and its commit with the `new` tokens that it has sampled."""
+    def do_compute(self, who: str, stop: int, new: Sequence[int] = (), most: int = 9) -> str:
+        """A forward up to token `stop`, and its commit with the `new` tokens that it has sampled. It writes at most
+        `most` of the planned checkpoints that it passes."""
         client = self.clients.get(who)
         if client is None or client.record.num_steps or client.record.state not in (_S.ALLOCATED, _S.RUNNING):
             return "skipped"
@@ -35,7 +36,7 @@ class StepCalls(JobCalls):
         num_drafts = max(0, stop - len(client.text.tokens))
         with self.ledger.step([record]):
             self.bytes.append(client.text, new[:num_drafts])  # drafts: computed in the forward that accepts them
-            marks = self._run(forward)
+            marks = self._run(forward, most)
         client.text.sampled_marks += marks[len(marks) - num_drafts :]
         return self._commit(client, forward, marks, new, num_drafts)
 
@@ -63,13 +64,13 @@ class StepCalls(JobCalls):
         self._note("early start", any(forward.is_early for forward in forwards))
         return f"{[(f.start, f.stop, f.tables) for f in forwards]}"
 
-    def do_end(self, step: str, commits: bool = True, new: Sequence[int] = ()) -> str:
-        """End the forward and its step, and then commit what it has computed."""
+    def do_end(self, step: str, commits: bool = True, new: Sequence[int] = (), most: int = 9) -> str:
+        """End the forward and its step, and then commit what it has computed; `most`: see `do_compute`."""
         if step not in self.steps:
             return "skipped"
         ended = self.steps.pop(step)
         said: list[str] = []
-        results = [(forward, self._run(forward)) for forward in ended.forwards]
+        results = [(forward, self._run(forward, most)) for forward in ended.forwards]
         ended.held.close()
         for forward, marks in results:
             if commits and self._may_commit(forward):
@@ -99,19 +100,48 @@ class StepCalls(JobCalls):
         return forward
 
     def _forward(self, client: Client, start: int, stop: int, *, is_early: bool) -> Forward:
-        return Forward(client, start, stop, self.ledger.block_ids(client.record), is_early)
+        record = client.record
+        planned = self.ledger.planned_checkpoints(record)
+        passed = tuple(checkpoint for checkpoint in planned if start < checkpoint.num_tokens <= stop)
+        resume = self.ledger.resume_checkpoint(record)
+        return Forward(client, start, stop, self.ledger.block_ids(record), is_early, resume=resume, passed=passed)
 
-    def _run(self, forward: Forward) -> list[int]:
+    def _run(self, forward: Forward, most: int = 9) -> list[int]:
         """Do the reads and writes of a forward, at its end. Returns the marks of the tokens that it has computed.
 
         What an early start reads may still be on its way, so its reads are checked at the commit."""
         client, marks = forward.client, 0
         if client.must_end or forward.is_void:
             self.bytes.garble(forward.tables, forward.start, forward.stop)
+            for checkpoint in forward.passed:
+                self.bytes.spoil(0, checkpoint.block_ids)
             return [0] * (forward.stop - forward.start)
         if not forward.is_early:
             marks = self.read(client, forward.tables, forward.start)
-        return self.bytes.write(client.text, forward.tables, forward.start, forward.stop, marks)
+            if forward.stop > forward.start:
+                marks |= self.enter_state(client, forward.start, forward.resume)
+        own = self.bytes.write(client.text, forward.tables, forward.start, forward.stop, marks)
+        self._write_checkpoints(forward, marks, own, most)
+        return own
+
+    def _write_checkpoints(self, forward: Forward, marks: int, own: Sequence[int], most: int) -> None:
+        """Write the first `most` planned checkpoints of a forward that has read `marks`. Of the others it leaves half a
+        copy, which nobody may read."""
+        forward.state_marks = marks
+        for mark in own:
+            forward.state_marks |= mark
+        for checkpoint in forward.passed:
+            seen = marks
+            for mark in own[: checkpoint.num_tokens - forward.start]:
+                seen |= mark
+            self.bytes.write_checkpoint(forward.client.text, checkpoint.block_ids, checkpoint.num_tokens, seen)
+            if len(forward.written) < most:
+                forward.written.append(checkpoint.num_tokens)
+            else:
+                self.bytes.spoil(0, checkpoint.block_ids[::2])
+        self._note("checkpoint left out", len(forward.written) < len(forward.passed))
+        self._note("checkpoint", forward.written)
+        self._note("checkpoint hit", forward.resume is not None)
 
     def _may_commit(self, forward: Forward) -> bool:
         client, record = forward.client, forward.client.record
@@ -125,7 +155,16 @@ class StepCalls(JobCalls):
     def _commit(
         self, client: Client, forward: Forward, marks: list[int], new: Sequence[int], num_drafts: int = 0
     ) -> str:
-        plans = self.ledger.commit(client.record, forward.stop, new)
+        try:
+            plans = self.ledger.commit(client.record, forward.stop, new, forward.written)
+        except CommitError as error:
+            if error.argument == "checkpoints":
+                raise Violation(
+                    "a checkpoint", f"{client.name} may not commit what it was to write: {error}"
+                ) from error
+            raise
+        if forward.stop > forward.start:
+            client.state_at, client.state_marks = forward.stop, forward.state_marks
         self.take(plans)
         self.take(self.ledger.write_back.plan() if self.ledger.writes_back else ())
         client.computed(forward.start, marks)

@@ -11,7 +11,14 @@ import attrs
 from aoffload._common.arguments import check_int, shown
 from aoffload._common.tiers import Tier
 from aoffload._config.config import OffloadConfig
-from aoffload._config.groups import AttentionKind, ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from aoffload._config.groups import (
+    AttentionKind,
+    ChunkedLocal,
+    FullAttention,
+    KVCacheGroup,
+    RecurrentState,
+    SlidingWindow,
+)
 from aoffload._config.quotas import Quota, Quotas
 from aoffload._config.tiers import ROUNDING_BYTES, SUPERBLOCK_BYTES, DiskTier, LearnedEviction, RemoteTier, record_bytes
 from aoffload._extensions.store_policies import LazyStore, SelectiveStore
@@ -36,14 +43,17 @@ __all__ = [
     "with_a_store",
     "with_learning",
     "with_quotas",
+    "with_states",
     "without_laziness",
 ]
 
 Face = Literal[
-    "ledger", "kernel", "meddled", "engine", "meddled-engine", "asyncio", "trio", "engine-asyncio", "engine-trio"
+    "ledger", "states", "kernel", "meddled", "engine", "meddled-engine", "asyncio", "trio", "engine-asyncio",
+    "engine-trio",
 ]  # fmt: skip
-"""What a program calls: a `Ledger`, one without any feature (the kernel), a `HostCache`, either of them with an
-extension that interferes at every hook, or a runtime of either kind in a simulated loop."""
+"""What a program calls: a `Ledger`, one of a model with a recurrent state, one without any feature (the kernel), a
+`HostCache`, either of them with an extension that interferes at every hook, or a runtime of either kind in a simulated
+loop."""
 
 
 def check_face(face: object) -> Face:
@@ -71,19 +81,22 @@ EPOCHS = ("", "a", "b")
 
 @attrs.frozen
 class GroupShape:
-    """A KV cache group in words: `kind` is "full", "window" or "chunk", `reach` what a window or a chunk spans."""
+    """A KV cache group in words: `kind` is "full", "window", "chunk" or "state", `reach` what a window or a chunk
+    spans, or the blocks of a checkpoint."""
 
     kind: str
     reach: int
     block_size: int
 
     def __attrs_post_init__(self) -> None:
-        if self.kind not in ("full", "window", "chunk"):
-            raise InvalidArgument("kind", f"must be full, window or chunk, got {shown(self.kind)}")
+        if self.kind not in ("full", "window", "chunk", "state"):
+            raise InvalidArgument("kind", f"must be full, window, chunk or state, got {shown(self.kind)}")
         if self.kind == "full" and self.reach != 0:
             raise InvalidArgument("reach", f"full attention spans everything: 0, got {shown(self.reach)}")
 
     def group(self, name: str) -> KVCacheGroup:
+        if self.kind == "state":
+            return KVCacheGroup(name, RecurrentState(), self.block_size, num_rows=self.reach)
         kinds: dict[str, type[Any]] = {"window": SlidingWindow, "chunk": ChunkedLocal}
         attention: AttentionKind = FullAttention() if self.kind == "full" else kinds[self.kind](self.reach)
         return KVCacheGroup(name, attention, self.block_size)
@@ -275,6 +288,22 @@ def draw_world(rng: random.Random) -> World:
     )  # fmt: skip
 
 
+def with_states(world: World) -> World:
+    """`world` with one or two groups of layers that have a recurrent state. The world itself determines which."""
+    chance = random.Random(f"{words_of(world)} states")
+    unit = _unit(world.groups)
+    states = tuple(GroupShape("state", chance.choice((1, 1, 2, 3, 5)), unit) for _ in range(chance.choice((1, 1, 2))))
+    if chance.random() < 0.2:
+        states = (*states[:-1], attrs.evolve(states[-1], block_size=2 * unit))
+    num_rows = sum(shape.reach for shape in states)
+    more = chance.choice((0, 1, 2, 3, 6)) * num_rows
+    num_host = world.num_host_blocks and world.num_host_blocks + chance.choice((0, 2, 6)) * num_rows
+    groups = (*states, *world.groups) if chance.random() < 0.2 else (*world.groups, *states)
+    return attrs.evolve(
+        world, groups=groups, num_device_blocks=world.num_device_blocks + more, num_host_blocks=num_host
+    )
+
+
 def with_a_disk(world: World) -> World:
     """`world`, in half of the cases with a disk. Which, and how large, follows from the world itself."""
     chance = random.Random(words_of(world).replace(", cell_units=0", "").replace(", eviction='lru'", ""))
@@ -302,6 +331,8 @@ def with_learning(world: World) -> World:
     windows stored at intervals. The world itself determines which case it is."""
     chance = random.Random(f"{words_of(world)} learned")
     kind = chance.choice(("lru", "lru", "lru", "lru", "learned", "learned:device"))
+    if any(shape.kind == "state" for shape in world.groups):
+        return world
     has_windows = any(shape.kind != "full" for shape in world.groups)
     interval = chance.choice((0, 0, 0, 0, 1, 8)) if has_windows else 0
     return attrs.evolve(world, eviction=kind, window_interval=interval)

@@ -5,6 +5,9 @@ represents the right bytes. A cell also records when it was computed, counted in
 everything simulates new weights; a change of the weights' epoch sets other weights, or those of an earlier epoch again.
 No request begins with KV of other weights, and none can be found.
 
+A checkpoint of a recurrent state has one cell in each of its rows. The state is a function of the prefix before its
+position, so the same interned prefix represents it, and the cell has the number of the row in place of a group.
+
 A cell also has marks: every token ever computed has a bit, and a cell has the bits of its own token and of all tokens
 that its forward has read. When a forward is invalidated, its bits become invalid, and so do all cells with such a bit.
 """
@@ -31,6 +34,11 @@ class Cell(NamedTuple):
     group: int
     marks: int
     weights: int
+
+
+def row_group(row: int) -> int:
+    """What a cell of a checkpoint has in place of its group."""
+    return -2 - row
 
 
 GARBAGE = Cell(-1, -1, 0, 0)
@@ -61,6 +69,8 @@ class Bytes:
     def __init__(self, groups: Sequence[KVCacheGroup], *num_blocks: int) -> None:
         """`num_blocks`: of each tier."""
         self.groups = tuple(groups)
+        self.num_rows = sum(group.num_rows for group in groups if group.is_recurrent)
+        """Blocks of a checkpoint; 0: the model has no recurrent state."""
         self.tiers: tuple[list[Block], ...] = tuple([[] for _ in range(number)] for number in num_blocks)
         self.invalid = 0
         self.weights = 0
@@ -118,6 +128,8 @@ class Bytes:
         device, marks = self.tiers[0], 0
         for number, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             size = group.block_size
+            if group.is_recurrent:
+                continue
             for at in range(group.attention.required_blocks(stop, size).start * size, stop):
                 block_id = table[at // size] if at // size < len(table) else 0
                 block = device[block_id]
@@ -127,8 +139,7 @@ class Bytes:
                         "wrong bytes",
                         f"{reader} reads block {block_id} of group {number} at token {at}: {self.say(cell)}",
                     )
-                is_old = cell.weights < oldest and self.versions[cell.weights] != self.versions[oldest]
-                if is_old and at >= start:
+                if self._is_old(cell, oldest) and at >= start:
                     about = f"{reader} reads block {block_id} of group {number} at token {at}"
                     raise Violation("old weights", f"{about}: weights {cell.weights}, where {oldest} is the oldest")
                 marks |= cell.marks
@@ -136,11 +147,45 @@ class Bytes:
             raise Violation("bytes taken back", f"{reader} reads what hangs on a forward that was taken back")
         return marks
 
+    def _is_old(self, cell: Cell, oldest: int) -> bool:
+        return cell.weights < oldest and self.versions[cell.weights] != self.versions[oldest]
+
+    def read_checkpoint(self, text: Text, block_ids: Sequence[int], stop: int, reader: str, oldest: int = 0) -> int:
+        """Check a checkpoint from which `reader` continues at token `stop`, and return its marks."""
+        marks = 0
+        if len(block_ids) != self.num_rows:
+            raise Violation("wrong bytes", f"{reader} gets a checkpoint of {len(block_ids)} rows, not {self.num_rows}")
+        for row, block_id in enumerate(block_ids):
+            block = self.tiers[0][block_id]
+            cell = block[0] if block else GARBAGE
+            about = f"{reader} reads row {row} of the checkpoint at token {stop}, block {block_id}: {self.say(cell)}"
+            if cell.prefix != text.prefixes[stop] or cell.group != row_group(row):
+                raise Violation("wrong bytes", about)
+            if self._is_old(cell, oldest):
+                raise Violation("old weights", about)
+            marks |= cell.marks
+        if marks & self.invalid:
+            raise Violation("bytes taken back", f"{reader} reads a checkpoint of a forward that was taken back")
+        return marks
+
+    def write_checkpoint(self, text: Text, block_ids: Sequence[int], stop: int, marks: int) -> None:
+        for row, block_id in enumerate(block_ids):
+            self.tiers[0][block_id] = [Cell(text.prefixes[stop], row_group(row), marks, self.weights)]
+
+    def checkpoint_problem(self, tier: int, block_ids: Sequence[int]) -> str:
+        """Why these blocks are no checkpoint; empty if they are one."""
+        cells = [(self.tiers[tier][block_id] or [GARBAGE])[0] for block_id in block_ids]
+        if [cell.group for cell in cells] != [row_group(row) for row in range(self.num_rows)]:
+            return f"has rows {[cell.group for cell in cells]}"
+        return "has rows of several positions or prompts" if len({cell.prefix for cell in cells}) > 1 else ""
+
     def write(self, text: Text, tables: Sequence[Sequence[int]], start: int, stop: int, marks: int) -> list[int]:
         """Write tokens `[start, stop)` as a forward that has read `marks`. Returns the new mark of each token."""
         device, own = self.tiers[0], [1 << (self._num_marks + at) for at in range(stop - start)]
         self._num_marks += stop - start
         for number, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            if group.is_recurrent:
+                continue
             size, seen = group.block_size, marks
             for at in range(start, stop):
                 seen |= own[at - start]
@@ -157,7 +202,7 @@ class Bytes:
     def garble(self, tables: Sequence[Sequence[int]], start: int, stop: int) -> None:
         """Write garbage to tokens `[start, stop)`, as a void forward does."""
         for group, table in zip(self.groups, tables, strict=True):
-            for at in range(start, stop):
+            for at in () if group.is_recurrent else range(start, stop):
                 block = self.tiers[0][table[at // group.block_size]]
                 if len(block) == group.block_size:  # else nobody has written there yet
                     block[at % group.block_size] = GARBAGE

@@ -139,7 +139,7 @@ def _variants(face: str, call: Call) -> Iterator[Call]:
         if name in ("tokens", "new") and len(value) > 1:
             yield Call(call.name, {**args, name: value[: len(value) // 2]})
             yield Call(call.name, {**args, name: value[:-1]})
-    if face in ("ledger", "kernel", "meddled") and call.name in ("evict", "invalidate"):
+    if face in ("ledger", "states", "kernel", "meddled") and call.name in ("evict", "invalidate"):
         yield Call("reset", {"tier": "DEVICE"})
 
 

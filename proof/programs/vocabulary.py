@@ -57,8 +57,8 @@ LEDGER_CALLS = _table({
     "allocate": "who! num_tokens", "queue": "who! num_tokens", "accept": "who!", "withdraw": "who!",
     "extend": "who! num_tokens!", "queue_extension": "who! num_tokens!",
     "load": "who! max_tokens max_job_bytes", "abandon": "who!", "begin_again": "who!",
-    "compute": "who! stop! new", "commit": "who! num_computed_tokens!", "invalidate": "who! from_token!",
-    "begin": "step! who! arriving", "end": "step! commits new",
+    "compute": "who! stop! new most", "commit": "who! num_computed_tokens!", "invalidate": "who! from_token!",
+    "begin": "step! who! arriving", "end": "step! commits new most",
     "preempt": "who!", "resume": "who! num_tokens", "fork": "who! child! num_tokens", "release": "who! reason",
     "launch": "job!", "settle": "job! outcome at", "land": "who", "discard": "job!", "late": "job!", "stray": "job!",
     "again": "job!",
@@ -155,7 +155,8 @@ NAMES = ("who", "name", "child", "step", "job", "method")
 def calls_of(face: str) -> Mapping[str, Words]:
     """The calls that programs of a face may make, each with the arguments that it needs and may have."""
     faces = {
-        "ledger": LEDGER_CALLS, "kernel": LEDGER_CALLS, "meddled": LEDGER_CALLS, "engine": ENGINE_CALLS,
+        "ledger": LEDGER_CALLS, "states": LEDGER_CALLS, "kernel": LEDGER_CALLS, "meddled": LEDGER_CALLS,
+        "engine": ENGINE_CALLS,
         "meddled-engine": ENGINE_CALLS, "asyncio": RUNTIME_CALLS, "trio": RUNTIME_CALLS,
         "engine-asyncio": ENGINE_RUNTIME_CALLS, "engine-trio": ENGINE_RUNTIME_CALLS,
     }  # fmt: skip
@@ -178,7 +179,7 @@ def check_call(face: str, call: Any) -> None:
     for name, value in call.args.items():
         is_tier = (
             (call.name, name) != ("reset", "tier")
-            or face not in ("ledger", "kernel", "meddled", "engine", "meddled-engine")
+            or face not in ("ledger", "states", "kernel", "meddled", "engine", "meddled-engine")
             or value in (None, "DEVICE", "HOST", "DISK", "REMOTE")
         )
         if not (is_tier and _is_plain(value) and _may_be(call.name, name, value)):

@@ -50,6 +50,8 @@ CALLS: dict[str, tuple[str, Call]] = {
     "preemption.resume": ("resume", lambda ledger, request: ledger.preemption.resume(request)),
     "release": ("release", lambda ledger, request: ledger.release(request)),
     "block_ids": ("block_ids", lambda ledger, request: ledger.block_ids(request)),
+    "planned_checkpoints": ("block_ids", lambda ledger, request: ledger.planned_checkpoints(request)),
+    "resume_checkpoint": ("block_ids", lambda ledger, request: ledger.resume_checkpoint(request)),
     "overlap.can_start": ("block_ids", lambda ledger, request: ledger.overlap.can_start(request)),
     "overlap.num_expected_tokens": ("block_ids", lambda ledger, request: ledger.overlap.num_expected_tokens(request)),
     "lost_to_reset": ("lost_to_reset", lambda ledger, request: ledger.lost_to_reset(request)),
@@ -74,7 +76,7 @@ OTHER_CALLS = {
 
 LOOKING = (
     "block_ids loadable lost_to_reset overlap.block_ids overlap.can_start overlap.first_invalid_token "
-    "overlap.num_expected_tokens"
+    "overlap.num_expected_tokens planned_checkpoints resume_checkpoint"
 )
 ALWAYS = f"release {LOOKING}"
 COMMITS = "commit commit_all check_commit"

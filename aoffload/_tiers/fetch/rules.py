@@ -144,7 +144,7 @@ class Fetches(LedgerExtension):
         if lease is None or not isinstance(self._ledger, CoreLedger):
             return
         most = int(self.cache.tiers[Tier.HOST].pool.num_blocks * self.max_share)
-        num_blocks = self.request_leases.num_fresh(request.published, request.hit_stop, request.hit_stop)
+        num_blocks = self.cache.layout.num_blocks(request.published, request.published, request.hit_stop)
         if sum(kept.num_blocks for kept in self._kept.values()) + num_blocks <= most:
             self._kept[request] = _Kept(self.cache.lease(BELOW, lease.run), num_blocks)
 

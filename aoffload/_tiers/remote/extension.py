@@ -46,8 +46,9 @@ class RemoteExtension(LedgerExtension):
 
     def on_attach(self, ledger: CacheBase) -> None:
         self._ledger = ledger
-        if ledger.layout.windows:
-            raise ConfigError("remote", "keeps full attention only: these groups have windows")
+        if ledger.layout.partial:
+            others = "windows" if ledger.layout.windows else "a recurrent state"
+            raise ConfigError("remote", f"keeps full attention only: these groups have {others}")
         self.cell_units = cell_units(ledger.block_bytes * ledger.layout.width, self._tier.max_cell_bytes)
         """Number of units in a cell: see `cells_of`."""
         self._check_size()
