@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ._common.prefix import KeySpan
 from ._common.tiers import Tier
 from ._config.config import OffloadConfig
-from ._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from ._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, RecurrentState, SlidingWindow
 from ._config.model_layout import ModelLayout, RegionSpec, groups_of
 from ._config.models import fingerprint
 from ._config.tiers import DiskTier, RemoteTier
@@ -23,7 +23,7 @@ from ._extensions.assembly import Ledger
 from ._extensions.preemption import Preemption
 from ._extensions.store_policies import EagerStore, LazyStore, NoStore, SelectiveStore
 from ._host_cache.host_cache import HostCache
-from ._kernel.plans import Extension, PrefixMatch
+from ._kernel.plans import Checkpoint, Extension, PrefixMatch
 from ._kernel.states import RequestState
 from ._runtime.loading import PendingLoad
 from ._runtime.request import Request
@@ -81,6 +81,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "AoffloadError",
+    "Checkpoint",
     "ChunkedLocal",
     "CommitError",
     "Computed",
@@ -108,6 +109,7 @@ __all__ = [
     "PendingLoad",
     "PrefixMatch",
     "Preemption",
+    "RecurrentState",
     "RegionSpec",
     "RemoteTier",
     "Request",

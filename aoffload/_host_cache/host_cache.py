@@ -40,7 +40,7 @@ from .._kernel.records import Job, LedgerRequest, Load, Run, call_all, do_nothin
 from .._kernel.states import Computing, Direction, JobState, NoEpoch, Outcome, require
 from .._kernel.states import RequestState as State
 from ..errors import CommitError, ConfigError, InvalidArgument, WrongState
-from .ids import EngineIds, has_null, named_rows, without_null
+from .ids import EngineIds, checkpoint_ids, has_null, named_rows, without_null
 from .matches import Arrival, Arrivals, EngineMatches, EngineTier
 from .offers import MOST_OF_POOL, EngineOffers
 from .protocols import EngineBlocks
@@ -48,6 +48,7 @@ from .requests import HostCacheRequest
 
 _NEW = "new_token_ids"
 _NOTHING: Mapping[int, range] = {}
+NO_CHECKPOINTS: Mapping[int, Sequence[int]] = {}
 _WITH_A_LOAD = (State.LOADING,)
 
 
@@ -247,6 +248,7 @@ class HostCache(AnyLedger):
         *,
         max_job_bytes: int | None = None,
         into: Sequence[Sequence[int]] | None = None,
+        into_checkpoint: Sequence[int] | None = None,
     ) -> tuple[TransferPlan, ...]:
         """Start loading the host hit into the blocks that `into` names; returns the plans to launch.
 
@@ -255,18 +257,22 @@ class HostCache(AnyLedger):
         to wait for. LOADING: `wake` is called when the load is over. Nothing is planned for a RUNNING request. If its
         load is lost to a reset (`lost_to_reset`), the call gives up the load. `max_job_bytes` replaces the configured
         limit.
+
+        With a recurrent state, `into_checkpoint` holds the blocks for the checkpoint at the end of the hit, and the
+        lists of its groups in `into` are ignored.
         """
         if wake is not do_nothing:
             check_callable("wake", wake)
         units_per_job: Sequence[int] = ()
         if max_job_bytes is not None:
             units_per_job = self._units_per_job(check_int("max_job_bytes", max_job_bytes, 1) // self.block_bytes)
-        return self.plans_of(self._load(self.own(request), into, max_tokens, wake, units_per_job))
+        return self.plans_of(self._load(self.own(request), into, into_checkpoint, max_tokens, wake, units_per_job))
 
     def _load(
         self,
         request: HostCacheRequest,
         into: Sequence[Sequence[int]] | None,
+        into_checkpoint: Sequence[int] | None,
         max_tokens: object,
         wake: Callable[[], object],
         units_per_job: Sequence[int],
@@ -287,13 +293,13 @@ class HostCache(AnyLedger):
         start, wanted = (tokens // self.cache.layout.unit_tokens for tokens in (request.engine_tokens, limit))
         stop = self.matches.held_stop(request, start, wanted)
         try:
-            ids = self._destinations(into, start, stop) if stop > start else []
+            ids = self._destinations(into, into_checkpoint, start, stop) if stop > start else []
         except InvalidArgument:
             # A corrupt block may have shortened the hit since the match. If `into` is right for the match, but has no
             # blocks for the windows at the earlier end, nothing is loaded.
             if stop == wanted:
                 raise
-            self._destinations(into, start, wanted)
+            self._destinations(into, into_checkpoint, start, wanted)
             stop, ids = start, []
         self.moves.request(request, State.ALLOCATED)
         if self.cache.layout.windows:
@@ -346,7 +352,9 @@ class HostCache(AnyLedger):
             if has_null(blocks):
                 firsts[component.number] = component.first_token(stop * layout.unit_tokens)
         begin = start * layout.unit_tokens
-        return {number: range(begin, first) for number, first in enumerate(firsts) if begin < first}
+        return {
+            number: range(begin, first) for number, first in enumerate(firsts[: len(layout.paged)]) if begin < first
+        }
 
     def _written_from(self, request: HostCacheRequest, start: int) -> None:
         """The request computes all units from `start` on, so none of them is without its bytes."""
@@ -355,14 +363,18 @@ class HostCache(AnyLedger):
             self._unwritten[request][number] = range(tokens.start, min(tokens.stop, first))
 
     def _destinations(
-        self, into: Sequence[Sequence[int]] | None, start: int, stop: int
+        self,
+        into: Sequence[Sequence[int]] | None,
+        into_checkpoint: Sequence[int] | None,
+        start: int,
+        stop: int,
     ) -> list[tuple[Component, int, array[int]]]:
         """For each component that a load up to `stop` writes to: its first unit there, and the destination blocks."""
         layout = self.cache.layout
         found: list[tuple[Component, int, array[int]]] = []
         rows: list[array[int]] = []
         ids = EngineIds.of(layout, self._num_rows, "into", into, stop)
-        for component in layout.components:
+        for component in layout.paged:
             needed = component.first_unit(stop)
             first = max(start, needed)
             if not component.width or first >= stop:
@@ -376,6 +388,10 @@ class HostCache(AnyLedger):
                 named = without_null(blocks)
             found.append((component, first, blocks))
             rows.append(named)
+        if layout.recurrent is not None or into_checkpoint is not None:
+            rows.append(checkpoint_ids(layout.recurrent, self._num_rows, "into_checkpoint", into_checkpoint))
+            assert layout.recurrent is not None
+            found.append((layout.recurrent, stop - 1, rows[-1]))
         named_all = named_rows(self._num_rows, rows)
         if not named_all.are_distinct:
             raise InvalidArgument("into", "names a block twice")
@@ -421,6 +437,8 @@ class HostCache(AnyLedger):
                 stop = min(stop, job.start + num_proven // layout.components[job.component].width)
         if stop == arrival.stop:
             return stop
+        if layout.recurrent is not None:
+            return arrival.start  # only the checkpoint at the planned end was loaded
         for component in layout.windows:
             # Only the window before the planned end was loaded; an earlier end may need units before that, or blocks
             # of its first unit that were left out.
@@ -445,6 +463,7 @@ class HostCache(AnyLedger):
         block_ids: Sequence[Sequence[int]],
         new_token_ids: TokenIds = (),
         *,
+        checkpoints: Mapping[int, Sequence[int]] = NO_CHECKPOINTS,
         is_last: bool = False,
     ) -> tuple[TransferPlan, ...]:
         """Append `new_token_ids`, then plan stores of the blocks of the first `num_computed_tokens` (absolute) that the
@@ -456,11 +475,15 @@ class HostCache(AnyLedger):
         blocks, blocks are skipped, and the next offer tries them again. Blocks above the bound of stores in flight are
         deferred: call `offer_deferred` once a step. `is_last`: the last offer of the request, which also stores the
         window blocks that a later prompt needs.
+
+        `checkpoints`: with a recurrent state, the blocks that hold a checkpoint now, by the number of tokens before it,
+        which is a whole number of units. Nothing else makes a checkpoint findable. The lists of its groups in
+        `block_ids` are ignored.
         """
         self.own(request)
         check_bool("is_last", is_last)
         try:
-            jobs = self._offer(request, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
+            jobs = self._offer(request, num_computed_tokens, block_ids, new_token_ids, checkpoints, is_last=is_last)
         finally:
             self.end_call()
         return tuple([job.plan for job in jobs])
@@ -471,6 +494,7 @@ class HostCache(AnyLedger):
         num_computed_tokens: object,
         block_ids: Sequence[Sequence[int]],
         new_token_ids: TokenIds,
+        checkpoints: Mapping[int, Sequence[int]],
         *,
         is_last: bool,
     ) -> list[Job]:
@@ -482,13 +506,14 @@ class HostCache(AnyLedger):
         num_tokens = request.checked_count(num_computed_tokens, before, len(added) // TOKEN_BYTES)
         num_units = num_tokens // self.cache.layout.unit_tokens
         ids = EngineIds.of(self.cache.layout, self._num_rows, "block_ids", block_ids, num_units)
+        written = self._checkpoints(checkpoints, num_units) if checkpoints else {}
         known, computed, published = request.sequence.num_tokens, request.num_computed_tokens, request.published
         if added:
             request.sequence.append(added)
         request.num_computed_tokens, request.published = num_tokens, num_units
         try:
             wanted = self.offers.wanted(
-                request, published, ids, self._unwritten.get(request, _NOTHING), is_last=is_last
+                request, published, ids, self._unwritten.get(request, _NOTHING), written, is_last=is_last
             )
             self.offers.check_sources(wanted.offers)
         except BaseException:  # also of the policy or of `find`
@@ -509,6 +534,31 @@ class HostCache(AnyLedger):
         if self.arrivals.under_way:
             call_all(iter(self.arrivals.over(request)))
         return jobs
+
+    def _checkpoints(self, given: Mapping[int, Sequence[int]], num_units: int) -> dict[int, array[int]]:
+        """The checkpoints of an offer of `num_units` units, by unit in prefix order."""
+        unit, name = self.cache.layout.unit_tokens, "checkpoints"
+        found: dict[int, array[int]] = {}
+        try:
+            items = list(given.items())
+        except Exception:  # noqa: BLE001 - whatever a foreign mapping raises
+            raise InvalidArgument(name, f"must map numbers of tokens to block ids, got {shown(given)}") from None
+        for at, ids in items:
+            if type(at) is not int or at % unit or not 0 < at <= num_units * unit:
+                known = f"a multiple of {unit} up to the {num_units * unit} tokens of whole blocks that are computed"
+                raise InvalidArgument(name, f"names {shown(at)}, which is not {known}")
+            found[at // unit] = checkpoint_ids(self.cache.layout.recurrent, self._num_rows, name, ids)
+        return dict(sorted(found.items()))
+
+    def planned_checkpoints(self, request: HostCacheRequest) -> tuple[int, ...]:
+        """The positions after the hit, in tokens, at which a checkpoint of the recurrent state serves later prompts:
+        the end of the prompt, and the branch, where the cached KV goes further than the last checkpoint. The engine
+        decides where it writes some, and names these to `offer`."""
+        if self.own(request).checkpoints is None:
+            return ()
+        start = max(request.hit_stop, request.engine_tokens // self.layout.unit_tokens)
+        positions = self.request_leases.planned(request, start)
+        return tuple([position * self.layout.unit_tokens for position in sorted(positions)])
 
     def offer_deferred(self) -> tuple[TransferPlan, ...]:
         """Call this at the beginning of each step. Stores blocks that offers have deferred, up to the bound of stores

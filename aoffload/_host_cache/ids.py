@@ -28,7 +28,8 @@ one."""
 
 @dataclass(slots=True, eq=False)
 class EngineIds:
-    """Block tables from the first token on, one for each group. Only the requested ids of a table are read."""
+    """Block tables from the first token on, one for each group. Only the requested ids of a table are read, and none of
+    a group with a recurrent state."""
 
     layout: Layout
     num_rows: int
@@ -46,7 +47,9 @@ class EngineIds:
             raise InvalidArgument(name, f"must be block ids for each group, got {shown(tables)}") from None
         if len(layout.groups) == len(found) == 1 and lengths[0] >= num_units:  # the common case
             return cls(layout, num_rows, name, found)
-        wanted = [num_units * (layout.unit_tokens // group.block_size) for group in layout.groups]
+        wanted = [
+            0 if group.is_recurrent else num_units * (layout.unit_tokens // group.block_size) for group in layout.groups
+        ]
         if len(lengths) != len(wanted) or any(map(lt, lengths, wanted)):
             raise InvalidArgument(name, f"must hold {wanted} ids at least, group by group; got {lengths}")
         return cls(layout, num_rows, name, found)
@@ -65,7 +68,7 @@ class EngineIds:
 
     def check(self, num_units: int) -> None:
         """Check all ids of the first `num_units`."""
-        for component in self.layout.components:
+        for component in self.layout.paged:
             if component.width:
                 self.of_component(component, 0, num_units)
 
@@ -98,6 +101,23 @@ class EngineIds:
         if len(ids) != last - first:
             raise InvalidArgument(self.name, f"must be {last - first} ids, got {len(ids)}")
         return ids
+
+
+def checkpoint_ids(component: Component | None, num_rows: int, name: str, given: Any) -> array[int]:
+    """The engine's blocks of one checkpoint. `InvalidArgument` names `name` unless they are `component.width` different
+    blocks in `[1, num_rows)`."""
+    if component is None:
+        raise InvalidArgument(name, "must not be given: no group has a recurrent state")
+    try:
+        ids = array("i", given)
+    except Exception as error:  # noqa: BLE001 - whatever a foreign sequence raises
+        problem = f"must be block ids of a checkpoint, got {shown(given)} ({type(error).__name__})"
+        raise InvalidArgument(name, problem) from None
+    if len(ids) != component.width or len(set(ids)) != len(ids):
+        raise InvalidArgument(name, f"must hold {component.width} different block ids for a checkpoint, got {[*ids]}")
+    if min(ids) < 1 or max(ids) >= num_rows:
+        raise InvalidArgument(name, f"must lie in [1, {num_rows}), got {[*ids]}")
+    return ids
 
 
 @dataclass(slots=True, eq=False)

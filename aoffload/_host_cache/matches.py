@@ -26,13 +26,13 @@ from .._common.arguments import check_has
 from .._common.tiers import BELOW, Tier
 from .._extensions.load_choice import Loadable
 from .._kernel.cache import PrefixCache
-from .._kernel.index import Hit, held_stop
+from .._kernel.index import Hit, held_stop, present_stop
 from .._kernel.leases import RequestLeases
 from .._kernel.moves import Moves
 from .._kernel.plans import PrefixMatch
 from .._kernel.pools import TierBlocks
 from .._kernel.protocols import EvictionOrder
-from .._kernel.records import NO_LIMIT, Job, Run
+from .._kernel.records import NO_LIMIT, Checkpoints, Job, Run
 from .._kernel.states import RequestState as State
 from .._kernel.tokens import TokenSequence
 from ..errors import ConfigError
@@ -265,11 +265,17 @@ class EngineMatches:
         for run, agreed in self.cache.index.walk(sequence, limit):
             path.append(run)
             stop = agreed
+        full_stop = 0
+        if layout.recurrent is not None:
+            full_stop = present_stop(path, BELOW, start, stop) if layout.full.width else stop
         stop = held_stop(layout, path, BELOW, start, stop, alignment, given=start)
-        return Hit(start, max(start, stop), tuple(path))
+        return Hit(start, max(start, stop), tuple(path), full_stop)
 
     def _pin(self, request: HostCacheRequest, hit: Hit) -> None:
         unit = self.cache.layout.unit_tokens
+        if self.cache.layout.recurrent is not None:
+            request.checkpoints = Checkpoints()
+            request.checkpoints.branch_stop = hit.full_stop
         if hit.stop > hit.device_stop:
             run = self.cache.cut(hit.run_at(hit.stop), hit.stop)
             request.leases[BELOW] = self.cache.lease(BELOW, run)

@@ -139,7 +139,7 @@ class EngineOffers:
     """The end of each request's path at the last offer. The next offer usually begins there."""
 
     def __post_init__(self) -> None:
-        self.unit_blocks = sum(component.width for component in self.cache.layout.components)
+        self.unit_blocks = self.cache.layout.width
 
     def reached(self, request: HostCacheRequest, run: Run) -> None:
         """Record that the index has the tokens of `request` up to the end of `run`."""
@@ -152,11 +152,19 @@ class EngineOffers:
     # -- the blocks of an offer -----------------------------------------------------------------------------------
 
     def wanted(
-        self, request: HostCacheRequest, first: int, ids: EngineIds, unwritten: Mapping[int, range], *, is_last: bool
+        self,
+        request: HostCacheRequest,
+        first: int,
+        ids: EngineIds,
+        unwritten: Mapping[int, range],
+        checkpoints: Mapping[int, array[int]],
+        *,
+        is_last: bool,
     ) -> Wanted:
         """Blocks that the policy wants, the host lacks and the engine has. Changes nothing, except that the last offer
         reports the generated tokens to the extensions, once all `ids` are checked. `first`: the unit at which the
-        previous offer ended. `unwritten`: for each component, tokens whose KV was never written."""
+        previous offer ended. `unwritten`: for each component, tokens whose KV was never written. `checkpoints`: blocks
+        by unit, see `HostCache.offer`."""
         if request.epoch != self.cache.epoch or not request.store_limit:
             return Wanted([])
         if is_last:
@@ -166,7 +174,21 @@ class EngineOffers:
         wanted = min(request.published, request.store_limit)
         for ask in self.hooks.ask_store_stop:
             wanted = min(wanted, ask(request))
-        return self._lacking(request, wanted, ids, unwritten, first, is_last=is_last)
+        found = self._lacking(request, wanted, ids, unwritten, first, is_last=is_last)
+        if checkpoints:
+            found.offers += self._checkpoints(request, wanted, checkpoints)
+        return found
+
+    def _checkpoints(
+        self, request: HostCacheRequest, stop: int, checkpoints: Mapping[int, array[int]]
+    ) -> Iterator[Offer]:
+        """The checkpoints up to unit `stop` that the host lacks."""
+        recurrent = self.cache.layout.recurrent
+        assert recurrent is not None
+        path = list(self.cache.index.walk(request.sequence, stop))
+        for position, ids in checkpoints.items():
+            if position <= stop and _lacking_of(path, recurrent, position - 1, position):
+                yield Offer(recurrent, position - 1, position, ids)
 
     def _lacking(
         self,
@@ -353,7 +375,9 @@ class EngineOffers:
 
     def _bounded(self, offer: Offer) -> Offer:
         """The leading blocks of `offer` that may be in flight. For a window, all or nothing, because a part of a window
-        is useless."""
+        is useless. A checkpoint is always stored at once, because the engine names it only once."""
+        if offer.component is self.cache.layout.recurrent:
+            return offer
         in_flight = self.jobs.num_stored_now(Tier.DEVICE)
         num_units = max(0, self._num_free_blocks) // offer.component.width
         if offer.start + num_units >= offer.stop or (offer.component.number and not in_flight):

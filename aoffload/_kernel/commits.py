@@ -69,8 +69,7 @@ class Commits:
     ) -> tuple[TransferPlan, ...]:
         """Append `new_token_ids`, then publish the whole units of the first `num_computed_tokens` (a total, not an
         increment), and `checkpoints`. Returns the stores to launch. If the policy raises, nothing has changed."""
-        num_tokens, added = self.check(request, num_computed_tokens, new_token_ids)
-        written = _written(request, checkpoints, num_tokens, self.cache.layout.unit_tokens)
+        num_tokens, added, written = self.check(request, num_computed_tokens, new_token_ids, checkpoints)
         return self._publish(request, num_tokens, self._append(request, num_tokens, added), written)
 
     def commit_all(
@@ -81,8 +80,7 @@ class Commits:
         found: list[tuple[LedgerRequest, int, int, Sequence[int]]] = []
         try:
             for request, num_computed_tokens, new_token_ids, checkpoints in commits:
-                num_tokens, added = self.check(request, num_computed_tokens, new_token_ids)
-                written = _written(request, checkpoints, num_tokens, self.cache.layout.unit_tokens)
+                num_tokens, added, written = self.check(request, num_computed_tokens, new_token_ids, checkpoints)
                 known = request.sequence.num_tokens
                 found.append((request, num_tokens, self._append(request, num_tokens, added), written))
                 appended.append((request, known))
@@ -138,8 +136,15 @@ class Commits:
             slide_windows(self.cache, request)
         return plans
 
-    def check(self, request: LedgerRequest, num_computed_tokens: object, new_token_ids: TokenIds) -> tuple[int, bytes]:
-        """Raise if the commit is invalid; returns `num_computed_tokens`, and the new tokens, encoded."""
+    def check(
+        self,
+        request: LedgerRequest,
+        num_computed_tokens: object,
+        new_token_ids: TokenIds,
+        checkpoints: Iterable[int] = (),
+    ) -> tuple[int, bytes, Sequence[int]]:
+        """Raise if the commit is invalid. Returns `num_computed_tokens`, the new tokens, encoded, and `checkpoints`, by
+        unit."""
         if request.computing is Computing.LOST_BLOCKS:
             problem = (
                 f"cannot count: {request} has given up its blocks since its last step: compute again in a new step"
@@ -157,7 +162,9 @@ class Commits:
         if num_tokens > allocated:
             problem = f"is {num_tokens}, beyond the {allocated} tokens that were allocated: `extend` takes more"
             raise CommitError("num_computed_tokens", problem)
-        return num_tokens, added
+        if type(checkpoints) is tuple and not checkpoints:  # the common case
+            return num_tokens, added, ()
+        return num_tokens, added, _written(request, checkpoints, num_tokens, self.cache.layout.unit_tokens)
 
     def wanted_stop(self, request: LedgerRequest) -> int:
         """The unit up to which the published blocks of `request` should be in the host."""
@@ -222,8 +229,6 @@ class Commits:
 def _written(request: LedgerRequest, checkpoints: Iterable[int], num_tokens: int, unit_tokens: int) -> Sequence[int]:
     """`checkpoints`, given in tokens, by unit in prefix order. `CommitError` if one of them is not planned, or not
     within the tokens that this commit adds."""
-    if type(checkpoints) is tuple and not checkpoints:  # the common case
-        return ()
     planned = {} if request.checkpoints is None else request.checkpoints.planned
     known = {position * unit_tokens: position for position in planned}
     found: set[int] = set()

@@ -191,14 +191,14 @@ class RequestLeases:
         for component in layout.paged:
             found += max(0, num_units - max(device_stop, component.first_unit(hit_stop))) * component.width
         if layout.recurrent is not None:
-            width, num_planned = layout.recurrent.width, len(self._planned(request, hit_stop))
+            width, num_planned = layout.recurrent.width, len(self.planned(request, hit_stop))
             if hit_stop > device_stop:
                 found += width
             room = self.cache.tiers[Tier.DEVICE].capacity - found - device_stop * layout.width
             found += max(0, min(num_planned, room // width)) * width
         return found
 
-    def _planned(self, request: LedgerRequest, hit_stop: int) -> list[int]:
+    def planned(self, request: LedgerRequest, hit_stop: int) -> list[int]:
         """The positions at which `request` should write checkpoints after a hit up to `hit_stop`, the most important
         first: where the prompt ends for a repeated request, which computes at least one token, and the branch."""
         assert request.checkpoints is not None
@@ -265,7 +265,7 @@ class RequestLeases:
         width, at = self.cache.layout.recurrent.width, 0
         if request.hit_stop > request.published:
             checkpoints.incoming, at = blocks[:width], width
-        for position in self._planned(request, request.hit_stop):
+        for position in self.planned(request, request.hit_stop):
             if at < len(blocks):
                 checkpoints.planned[position] = blocks[at : at + width]
                 at += width

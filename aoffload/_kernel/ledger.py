@@ -292,9 +292,15 @@ class CoreLedger(CacheBase):
         self.end_call()
         return tuple(plans)
 
-    def check_commit(self, request: LedgerRequest, num_computed_tokens: int, new_token_ids: TokenIds = ()) -> None:
+    def check_commit(
+        self,
+        request: LedgerRequest,
+        num_computed_tokens: int,
+        new_token_ids: TokenIds = (),
+        checkpoints: Iterable[int] = (),
+    ) -> None:
         """Raise what `commit` would, and change nothing."""
-        self._commits.check(self.own(request), num_computed_tokens, new_token_ids)
+        self._commits.check(self.own(request), num_computed_tokens, new_token_ids, checkpoints)
 
     @property
     def num_steps_ended(self) -> int:

@@ -12,7 +12,7 @@ step, and the step may hold blocks that the request needs to continue.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from .._common.arguments import shown
@@ -24,6 +24,8 @@ from .._transfer.fences import LoadedRegion, RegionFences
 from ..errors import InvalidArgument, WrongState
 from .session import Entered, Session
 
+_NOTHING: Mapping[str, Any] = {}
+
 
 class LoadUnderWay:
     """Base of `PendingLoad` and `EnginePendingLoad`."""
@@ -33,14 +35,15 @@ class LoadUnderWay:
         request: Entered,
         record: LedgerRequest,
         max_tokens: int | None,
-        into: Sequence[Sequence[int]] | None = None,
+        into: Mapping[str, Any] = _NOTHING,
         *,
         has_fences: bool = True,
     ) -> None:
         self._request: Any = request
         self._max_tokens = max_tokens
         self._into = into
-        """The engine's block tables, if an engine owns the device blocks. Only the first plan uses them."""
+        """Arguments of `HostCache.plan_load` that name the engine's blocks, if an engine owns them. Only the first plan
+        uses them."""
         self._has_fences = has_fences
         """Whether a forward may wait for regions."""
         self._load: Load | None = None
@@ -59,7 +62,7 @@ class LoadUnderWay:
         # A region is complete only with the last job, so one job takes the whole load if it may be in flight.
         max_job_bytes = session.config.bytes_in_flight if self._has_fences else None
         plans = request._plan_load(record, self._max_tokens, max_job_bytes, self._into)
-        self._into = None
+        self._into = _NOTHING
         if self._has_fences:  # of all jobs of the load, including those that other requests have started
             self._load, fences_of = record.load, session.worker.copies.regions.fences_of
             jobs = () if record.load is None else sorted(record.load.jobs, key=lambda job: job.job_id)

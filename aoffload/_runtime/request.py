@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import CO_ASYNC_GENERATOR
 from types import FrameType, TracebackType
@@ -41,10 +41,10 @@ from .._common.arguments import check_text
 from .._common.prefix import LongList, Prefix, TokenIds
 from .._extensions.assembly import Ledger
 from .._extensions.preemption import Preemption
-from .._host_cache.host_cache import HostCache
+from .._host_cache.host_cache import NO_CHECKPOINTS, HostCache
 from .._host_cache.requests import HostCacheRequest
 from .._kernel.events import RequestCancelled, WaitedForBlocks
-from .._kernel.plans import NO_MATCH, Extension, PrefixMatch, TransferPlan
+from .._kernel.plans import NO_MATCH, Checkpoint, Extension, PrefixMatch, TransferPlan
 from .._kernel.records import LedgerRequest, Waiter
 from .._kernel.states import RequestState, require
 from .._tiers.fetch.loop import fetch
@@ -183,7 +183,7 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
         """`record` was matched. Does nothing here."""
 
     def _plan_load(
-        self, record: Any, max_tokens: int | None, max_job_bytes: int | None, into: Sequence[Sequence[int]] | None
+        self, record: Any, max_tokens: int | None, max_job_bytes: int | None, into: Mapping[str, Any]
     ) -> tuple[TransferPlan, ...]:
         """Plan the load of the host hit."""
         raise NotImplementedError
@@ -467,6 +467,20 @@ class Request(RequestBase[Ledger, LedgerRequest]):
         `WrongState` before `allocate`; empty after `preempt`."""
         return self._session.ledger.block_ids(self._with_blocks())
 
+    @property
+    def planned_checkpoints(self) -> tuple[Checkpoint, ...]:
+        """The checkpoints of the recurrent state to write, in prefix order: end a forward at `num_tokens`, copy the
+        running state into the blocks, and name the position to `commit`. Any of them may be left out. Empty if the
+        model has no recurrent state. `WrongState` before `allocate`."""
+        return self._session.ledger.planned_checkpoints(self._with_blocks())
+
+    @property
+    def resume_checkpoint(self) -> Checkpoint | None:
+        """The checkpoint of the recurrent state from which the request continues, after `load`: copy it into the
+        running state in the first step, before the forward. None: begin with the initial state, or the request has
+        computed since then. `WrongState` before `allocate`."""
+        return self._session.ledger.resume_checkpoint(self._with_blocks())
+
     def extend_nowait(self, num_tokens: int) -> Extension:
         """Allocate blocks for `num_tokens` tokens in total. Returns the additions to the block tables.
 
@@ -522,7 +536,7 @@ class Request(RequestBase[Ledger, LedgerRequest]):
         record: Any,
         max_tokens: int | None,
         max_job_bytes: int | None,
-        into: Sequence[Sequence[int]] | None,
+        into: Mapping[str, Any],
     ) -> tuple[TransferPlan, ...]:
         session = self._session
         if session.costs is not None:
@@ -531,14 +545,23 @@ class Request(RequestBase[Ledger, LedgerRequest]):
 
     # -- computing ------------------------------------------------------------------------------------------------
 
-    def commit(self, num_computed_tokens: int, new_token_ids: TokenIds = (), after: Fence | None = None) -> None:
+    def commit(
+        self,
+        num_computed_tokens: int,
+        new_token_ids: TokenIds = (),
+        after: Fence | None = None,
+        *,
+        checkpoints: Iterable[int] = (),
+    ) -> None:
         """Append `new_token_ids`, then publish the KV of the first `num_computed_tokens` tokens.
 
         `after` is the fence after the compute that wrote it; None: after all work on the current stream so far.
+        `checkpoints`: the positions, in tokens, of the `planned_checkpoints` that were written. They are published,
+        too. Those that the request has passed without writing them are given up.
         """
         record, session = self._live(), self._session
         fence, before = session.fence_after(after), record.num_computed_tokens
-        plans = session.ledger.commit(record, num_computed_tokens, new_token_ids)
+        plans = session.ledger.commit(record, num_computed_tokens, new_token_ids, checkpoints)
         session.was_committed(record, before, plans, fence)
 
     def invalidate(self, from_token: int) -> None:
@@ -599,7 +622,9 @@ class Request(RequestBase[Ledger, LedgerRequest]):
 
 
 def commit_all(
-    session: Session[Ledger], commits: Sequence[tuple[LedgerRequest, int, TokenIds]], fence: Fence | None
+    session: Session[Ledger],
+    commits: Sequence[tuple[LedgerRequest, int, TokenIds, Iterable[int]]],
+    fence: Fence | None,
 ) -> None:
     """As `Request.commit`, for several requests of one forward, all or nothing."""
     before = [record.num_computed_tokens for record, *_ in commits]
@@ -619,6 +644,12 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
         is made at the match, and not when the load begins."""
         if self._session.costs is not None:
             self._session.costs.bound(record, self._left_s() if self._record is not None else self._deadline_s)
+
+    @property
+    def planned_checkpoints(self) -> tuple[int, ...]:
+        """The positions after the hit, in tokens, at which a checkpoint of the recurrent state serves later prompts.
+        Name those that were written to `offer`."""
+        return self._session.ledger.planned_checkpoints(self._live())
 
     @property
     def retry_max_hit_tokens(self) -> int | None:
@@ -665,12 +696,22 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
     # -- loading --------------------------------------------------------------------------------------------------
 
     def load_nowait(
-        self, max_tokens: int | None = None, *, into: Sequence[Sequence[int]] | None = None
+        self,
+        max_tokens: int | None = None,
+        *,
+        into: Sequence[Sequence[int]] | None = None,
+        into_checkpoint: Sequence[int] | None = None,
     ) -> EnginePendingLoad:
         """Start to load the host hit into the blocks that `into` names, region by region, without waiting for it."""
-        return EnginePendingLoad(self, self._live(), max_tokens, into)
+        return EnginePendingLoad(self, self._live(), max_tokens, {"into": into, "into_checkpoint": into_checkpoint})
 
-    async def load(self, max_tokens: int | None = None, *, into: Sequence[Sequence[int]] | None = None) -> int:
+    async def load(
+        self,
+        max_tokens: int | None = None,
+        *,
+        into: Sequence[Sequence[int]] | None = None,
+        into_checkpoint: Sequence[int] | None = None,
+    ) -> int:
         """Load the host hit into the blocks that `into` names. Returns how many tokens are ready there. Never raises
         for a failed copy.
 
@@ -678,10 +719,13 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
         Copies write only to the blocks that it names for the loaded tokens. If fewer tokens are ready than were
         matched, compute the others into other blocks: copies may still write to those of `into`. `max_tokens` limits
         the load and is rounded down to a block. After a cancellation, you may call this again, without `into`.
+        `into_checkpoint`: with a recurrent state, the blocks for the checkpoint at the end of the hit; the lists of its
+        groups in `into` are ignored.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         record = self._live()
-        load = EnginePendingLoad(self, record, max_tokens, into, has_fences=False)
+        named = {"into": into, "into_checkpoint": into_checkpoint}
+        load = EnginePendingLoad(self, record, max_tokens, named, has_fences=False)
         if record.sequence.has_much_to_hash(record.hit_stop):
             await self._hash(record)
         return await load._until_over(record)
@@ -691,9 +735,9 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
         record: Any,
         max_tokens: int | None,
         max_job_bytes: int | None,
-        into: Sequence[Sequence[int]] | None,
+        into: Mapping[str, Any],
     ) -> tuple[TransferPlan, ...]:
-        return self._session.ledger.plan_load(record, max_tokens, self._wake, max_job_bytes=max_job_bytes, into=into)
+        return self._session.ledger.plan_load(record, max_tokens, self._wake, max_job_bytes=max_job_bytes, **into)
 
     # -- computing ------------------------------------------------------------------------------------------------
 
@@ -704,6 +748,7 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
         new_token_ids: TokenIds = (),
         after: Fence | None = None,
         *,
+        checkpoints: Mapping[int, Sequence[int]] = NO_CHECKPOINTS,
         is_last: bool = False,
     ) -> None:
         """Append `new_token_ids`, then store the blocks of the first `num_computed_tokens` tokens that the host lacks.
@@ -712,11 +757,14 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
 
         `after` is the fence after the compute that wrote the blocks; None: after all work on the current stream so far.
         Copies hold the blocks until they are over, even if the request ends. `is_last`: the last offer of the request,
-        which also stores the window blocks that a later prompt needs.
+        which also stores the window blocks that a later prompt needs. `checkpoints`: with a recurrent state, the blocks
+        that hold a checkpoint now, by its number of tokens; the lists of its groups in `block_ids` are ignored.
         """
         record, session = self._live(), self._session
         fence, before = session.fence_after(after), record.num_computed_tokens
-        plans = session.ledger.offer(record, num_computed_tokens, block_ids, new_token_ids, is_last=is_last)
+        plans = session.ledger.offer(
+            record, num_computed_tokens, block_ids, new_token_ids, checkpoints=checkpoints, is_last=is_last
+        )
         if session.costs is not None:
             session.costs.computed(record.request_id, record.num_computed_tokens - before)
         session.store(plans, fence)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import enum
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any, Generic, Protocol, TypeVar
@@ -93,7 +93,7 @@ class Entered(Protocol):
         record: Any,
         max_tokens: int | None,
         max_job_bytes: int | None,
-        into: Sequence[Sequence[int]] | None,
+        into: Mapping[str, Any],
     ) -> tuple[TransferPlan, ...]:
         """Plan the load of its host hit."""
         ...

@@ -31,7 +31,7 @@ from .._extensions.assembly import Ledger
 from .._kernel.records import LedgerRequest
 from .._kernel.states import Computing, RequestState
 from .._transfer.fences import Fence
-from ..errors import InvalidArgument, WrongState
+from ..errors import CommitError, InvalidArgument, WrongState
 from .loading import PendingLoad
 from .request import Request, commit_all
 from .session import Session
@@ -48,6 +48,8 @@ class Computed:
     request: Request
     num_computed_tokens: int
     new_token_ids: TokenIds = ()
+    checkpoints: Iterable[int] = ()
+    """See `Request.commit`."""
 
 
 def _begin(session: Session[Ledger], requests: Iterable[Request | PendingLoad]) -> LedgerStep:
@@ -177,16 +179,18 @@ def commit_step(session: Session[Ledger], computed: Iterable[Computed], after: F
     gone = tuple(one.request for one in each if _is_gone(_own(session, "computed", one.request)))
     there = [(one.request._live(), one) for one in each if one.request not in gone]
     seen: set[LedgerRequest] = set()
+    commits: list[tuple[LedgerRequest, int, TokenIds, tuple[int, ...]]] = []
     for record, one in there:
         if record in seen:
             raise InvalidArgument("computed", f"names {record} twice")
         seen.add(record)
         try:
-            session.ledger.check_commit(record, one.num_computed_tokens, one.new_token_ids)
+            written = as_tuple("checkpoints", one.checkpoints, "int", CommitError)
+            session.ledger.check_commit(record, one.num_computed_tokens, one.new_token_ids, written)
         except InvalidArgument as error:  # name the request in the error
             raise type(error)(error.argument, f"{error.problem} ({record})") from error
-    fence = session.fence_after(after)
-    commit_all(session, [(record, one.num_computed_tokens, one.new_token_ids) for record, one in there], fence)
+        commits.append((record, one.num_computed_tokens, one.new_token_ids, written))
+    commit_all(session, commits, session.fence_after(after))
     return gone
 
 

@@ -140,6 +140,8 @@ class EngineDraw(RemoteDraw, JobDraw):
             args["offers"] = False
         if rng.random() < 0.15:
             args["is_last"] = True
+        if self.machine.bytes.num_rows and rng.random() < 0.3:
+            args |= rng.choice(({"most": 0}, {"most": 1}, {"also": rng.randint(1, 6)}))
         return Call("compute", args)
 
     def _any_request(self) -> Call | None:

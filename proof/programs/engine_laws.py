@@ -60,6 +60,7 @@ class EngineLaws(Laws):
         for client in self._machine.clients.values():
             if client.record.state is RequestState.RUNNING and not client.must_end:
                 self._machine.read(client, client.tables, client.num_computed)
+                self._machine.enter_state(client, client.num_computed, None)
 
     def _progress(self, call: Call) -> None:
         """A request that was told to ask again waits for a request that brings its next blocks, or was woken."""

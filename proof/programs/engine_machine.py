@@ -20,6 +20,7 @@ from .engine_state import EngineClient, EngineState
 from .engine_tables import EngineTables
 from .machine import Machine
 from .program import World
+from .provenance import row_group
 
 __all__ = ["EngineMachine"]
 
@@ -57,6 +58,7 @@ class EngineMachine(EngineState, Machine):
             prefix, request_id=who, num_device_tokens=num_hit, wake=client.wake, **options
         )
         self.own.change(client, tables)
+        self._enter(client)
         self.clients[who] = client
         self.pool.prefixes[who] = client.prefix
         self._note("engine hit", num_hit)
@@ -67,6 +69,13 @@ class EngineMachine(EngineState, Machine):
         reads_cache = options.get("reads_cache", True)
         self._require(reads_cache or not client.record.match.num_host_tokens, "a hit that was not wanted", client.name)
         return f"{client.record.match}"
+
+    def _enter(self, client: EngineClient) -> None:
+        """Copy the checkpoint of the hit in the engine's own cache into the running state."""
+        if self.bytes.num_rows and client.num_computed:
+            ids = self.own.checkpoint(client.prefix(client.num_computed))
+            client.state_marks = self.bytes.read_checkpoint(client.text, ids, client.num_computed, client.name)
+        client.state_at = client.num_computed
 
     def _matched(self, client: EngineClient) -> None:
         record, match = client.record, client.record.match
@@ -88,6 +97,7 @@ class EngineMachine(EngineState, Machine):
         self.ledger.match_again(client.record, num_device_tokens=num_hit, wake=client.wake)
         self.own.change(client, tables)
         client.num_computed = num_hit
+        self._enter(client)
         self.features.add("asked again")
         self._matched(client)
         return f"{client.record.match}"
@@ -119,12 +129,21 @@ class EngineMachine(EngineState, Machine):
                 hit_stop = max(before, min(hit_stop, max_tokens // self.unit * self.unit))
             if not self.own.grow(client, len(client.text.tokens), hit_stop if sparse else 0):
                 return "no room"
+            if self.bytes.num_rows:
+                client.incoming = self.own.take_checkpoint()
+                if not client.incoming:
+                    self.own.shrink(client, before)
+                    return "no room"
         try:
             # A load that has begun knows its blocks: whoever asks again names none.
-            plans = self.ledger.plan_load(record, max_tokens, client.wake, into=client.tables if is_new else None)
+            named: dict[str, Any] = {"into": client.tables} if is_new else {}
+            if is_new and client.incoming:
+                named["into_checkpoint"] = client.incoming
+            plans = self.ledger.plan_load(record, max_tokens, client.wake, **named)
         except AoffloadError:
             if is_new:
                 self.own.shrink(client, before)
+                self._drop_incoming(client)
             raise
         self.take(plans)
         self._note("load", plans)
@@ -159,11 +178,28 @@ class EngineMachine(EngineState, Machine):
         client.num_computed = record.num_computed_tokens
         is_whole = client.num_computed >= record.match.num_tokens
         self.own.loaded(client, before, client.num_computed, is_whole=is_whole)
+        if client.incoming and client.num_computed > before:
+            reader = (client.text, client.incoming, client.num_computed, client.name, client.oldest)
+            client.state_at, client.state_marks = client.num_computed, self.bytes.read_checkpoint(*reader)
+            self.features.add("checkpoint loaded")
+        self._drop_incoming(client)
+
+    def _drop_incoming(self, client: EngineClient) -> None:
+        self.pool.drop(client.incoming)
+        client.incoming = []
 
     def do_compute(
-        self, who: str, stop: int, new: Sequence[int] = (), offers: bool = True, is_last: bool = False
+        self,
+        who: str,
+        stop: int,
+        new: Sequence[int] = (),
+        offers: bool = True,
+        is_last: bool = False,
+        most: int = 9,
+        also: int = 0,
     ) -> str:
-        """A forward up to token `stop`, which samples `new`. `offers`: the result is offered at once."""
+        """A forward up to token `stop`, which samples `new`. `offers`: the result is offered at once. It writes at most
+        `most` of the checkpoints that it should write, and one after `also` units."""
         client = self.clients.get(who)
         if client is None or client.record.state not in (_S.PINNED, _S.RUNNING) or client.must_end:
             return "skipped"
@@ -174,7 +210,11 @@ class EngineMachine(EngineState, Machine):
         num_drafts = max(0, stop - len(client.text.tokens))
         self.bytes.append(client.text, new[:num_drafts])
         marks = self.read(client, client.tables, start)
+        if stop > start:
+            marks |= self.enter_state(client, start, None)
         own = self.bytes.write(client.text, client.tables, start, stop, marks)
+        if self.bytes.num_rows and stop > start:
+            self._write_checkpoints(client, start, stop, marks, own, most, also)
         client.text.sampled_marks += own[len(own) - num_drafts :]
         client.computed(start, own)
         client.num_computed = stop
@@ -184,6 +224,31 @@ class EngineMachine(EngineState, Machine):
             self.own.cache(client, client.num_computed)
         return self._offer(client, is_last=is_last) if offers else "computed"
 
+    def _write_checkpoints(
+        self, client: EngineClient, start: int, stop: int, marks: int, own: Sequence[int], most: int, also: int
+    ) -> None:
+        """Write checkpoints of a forward from `start` to `stop` that has read `marks`, as far as there is room. The
+        engine's own cache has them, too, if it has the KV."""
+        wanted = [at for at in self.ledger.planned_checkpoints(client.record) if start < at <= stop][:most]
+        if also and start < also * self.unit <= stop:
+            wanted.append(also * self.unit)
+        for at in sorted({*wanted}):
+            taken = self.own.take_checkpoint()
+            if not taken:
+                break
+            seen = marks
+            for mark in own[: at - start]:
+                seen |= mark
+            self.bytes.write_checkpoint(client.text, taken, at, seen)
+            self.pool.drop(client.checkpoints.pop(at, []))
+            client.checkpoints[at] = taken
+            for row, block_id in enumerate(taken) if client.born == self.bytes.weights else ():
+                self.pool.cache((row_group(row), client.prefix(at)), block_id)
+            self.features.add("checkpoint")
+        for mark in own:
+            marks |= mark
+        client.state_at, client.state_marks = stop, marks
+
     def _sample(self, client: EngineClient, sampled: Sequence[int]) -> None:
         self.bytes.append(client.text, sampled)
         if sampled:
@@ -192,7 +257,10 @@ class EngineMachine(EngineState, Machine):
 
     def _offer(self, client: EngineClient, *, is_last: bool = False) -> str:
         record = client.record
-        plans = self.ledger.offer(record, client.num_computed, client.tables, client.unoffered, is_last=is_last)
+        named = {"checkpoints": client.checkpoints} if client.checkpoints else {}
+        plans = self.ledger.offer(
+            record, client.num_computed, client.tables, client.unoffered, is_last=is_last, **named
+        )
         self.take(plans)
         client.unoffered, client.has_loaded = [], False
         self._note("store", plans)
@@ -232,6 +300,9 @@ class EngineMachine(EngineState, Machine):
 
     def _go_back(self, client: EngineClient, start: int) -> None:
         client.num_computed = min(client.num_computed, start)
+        for at in [at for at in client.checkpoints if at > start]:
+            self.pool.drop(client.checkpoints.pop(at))
+        client.must_end |= self.bytes.num_rows > 0 and start > 0 and client.state_at != start
         client.must_end |= not self.own.go_back(client, start)  # it has to leave if what it would read is not there
         del client.marks[start:]
 
@@ -242,6 +313,7 @@ class EngineMachine(EngineState, Machine):
             for block in blocks:
                 for cell in block:
                     found |= cell.marks
+            found |= client.state_marks if client.state_at > 0 else 0
             if client is not author and not client.must_end and found & self.bytes.invalid:
                 raise Violation("not told", f"{client.name} goes on with what a failed forward has left")
 
@@ -251,6 +323,9 @@ class EngineMachine(EngineState, Machine):
             return "skipped"
         self.take(self.ledger.release(client.record, reason))
         self.own.free(client)
+        self._drop_incoming(client)
+        for ids in client.checkpoints.values():
+            self.pool.drop(ids)
         self._ended.append(who)
         self._forget_ended()
         return str(client.record.state.name)

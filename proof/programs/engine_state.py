@@ -28,6 +28,10 @@ class EngineClient(Client):
     """By group: positions in its table whose blocks were never written."""
     has_loaded: bool = False
     """A load was planned, and nothing was offered since: other requests may wait for that."""
+    checkpoints: dict[int, list[int]] = attrs.field(factory=dict)
+    """Blocks of the checkpoints that it has written, by number of tokens."""
+    incoming: list[int] = attrs.field(factory=list)
+    """Blocks into which a load copies a checkpoint."""
     is_woken: bool = False
     """It was told to ask again."""
 

@@ -11,6 +11,7 @@ import attrs
 from aoffload._config.groups import KVCacheGroup
 
 from .engine_pool import EnginePool
+from .provenance import row_group
 
 __all__ = ["EngineTables", "HasTables", "Tables"]
 
@@ -42,9 +43,15 @@ class EngineTables:
     spoil: Callable[[list[int]], object]
     """Called with blocks that were taken: nothing of what they hold may be read."""
 
+    @property
+    def num_rows(self) -> int:
+        """Blocks of a checkpoint of the recurrent state; 0: there is no such state."""
+        return sum(group.num_rows for group in self.groups if group.is_recurrent)
+
     def hit(self, prefix: Callable[[int], int], num_tokens: int, fewer: int) -> tuple[int, Tables]:
-        """How many of `num_tokens` tokens the engine's own cache has, and their blocks, not yet referred to. The
-        `fewer` longest hits are left aside, and the last token is always left to compute."""
+        """How many of `num_tokens` tokens the engine's own cache has, and their blocks, not yet referred to. With a
+        recurrent state, a hit ends at a checkpoint. The `fewer` longest hits are left aside, and the last token is
+        always left to compute."""
         for units in range((num_tokens - 1) // self.unit, 0, -1):
             tables = self._tables_of(prefix, units * self.unit)
             if tables is not None:
@@ -57,12 +64,27 @@ class EngineTables:
         found: Tables = []
         for number, group in enumerate(self.groups):
             size = group.block_size
+            if group.is_recurrent:
+                found.append([])
+                continue
             needed = group.attention.required_blocks(num_tokens, size)
             own = [self.pool.cached((number, prefix((at + 1) * size))) for at in needed]
             if not all(own):
                 return None
             found.append([0] * needed.start + own)
-        return found
+        return found if all(self.checkpoint(prefix(num_tokens))) else None
+
+    def checkpoint(self, prefix: int) -> list[int]:
+        """The cached blocks of the checkpoint after `prefix`, 0 for a missing one. Empty without a recurrent state."""
+        return [self.pool.cached((row_group(row), prefix)) for row in range(self.num_rows)]
+
+    def take_checkpoint(self) -> list[int]:
+        """Blocks for a checkpoint; none if there is no room."""
+        if self.num_rows > len(self.pool.free):
+            return []
+        taken = self.pool.take(self.num_rows)
+        self.spoil(taken)
+        return taken
 
     def share(self, tables: Iterable[Sequence[int]]) -> None:
         for table in tables:
@@ -86,6 +108,9 @@ class EngineTables:
         False: there is no room."""
         wanted: list[list[bool]] = []
         for group, table in zip(self.groups, client.tables, strict=True):
+            if group.is_recurrent:
+                wanted.append([])
+                continue
             first = group.attention.required_blocks(skipped_before, group.block_size).start if skipped_before else 0
             stop = -(-num_tokens // group.block_size)
             wanted.append([at >= first for at in range(len(table), stop)])
@@ -120,7 +145,7 @@ class EngineTables:
     def cache(self, client: HasTables, num_computed: int) -> None:
         """Whole blocks of computed tokens hit from now on."""
         for number, (group, table) in enumerate(zip(self.groups, client.tables, strict=True)):
-            for at in range(num_computed // group.block_size):
+            for at in () if group.is_recurrent else range(num_computed // group.block_size):
                 if table[at] and at not in client.unwritten.get(number, ()):
                     self.pool.cache((number, client.prefix((at + 1) * group.block_size)), table[at])
 
@@ -138,6 +163,8 @@ class EngineTables:
         for number, (group, table) in enumerate(zip(self.groups, client.tables, strict=True)):
             unwritten = client.unwritten.get(number, range(0))
             client.unwritten[number] = range(unwritten.start, min(unwritten.stop, start // group.block_size))
+            if group.is_recurrent:
+                continue
             needed = group.attention.required_blocks(start, group.block_size)
             is_there = is_there and all(table[at] and at not in unwritten for at in needed)
         return is_there

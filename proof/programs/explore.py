@@ -85,6 +85,7 @@ LEDGERS: Mapping[str, _Kind] = {
     "kernel": _Kind(KernelMachine, KernelDraw, lambda world: attrs.evolve(world, store_policy="eager")),
     "meddled": _Kind(ExtendedMachine, LedgerSequences, _of_a_ledger),
     "engine": _Kind(EngineMachine, EngineDraw, lambda world: with_quotas(_of_an_engine(world))),
+    "engine-states": _Kind(EngineMachine, EngineDraw, lambda world: with_quotas(_of_an_engine(with_states(world)))),
     "meddled-engine": _Kind(ExtendedEngineMachine, EngineDraw, _of_an_engine),
 }
 

@@ -48,8 +48,8 @@ __all__ = [
 ]
 
 Face = Literal[
-    "ledger", "states", "kernel", "meddled", "engine", "meddled-engine", "asyncio", "trio", "engine-asyncio",
-    "engine-trio",
+    "ledger", "states", "kernel", "meddled", "engine", "engine-states", "meddled-engine", "asyncio", "trio",
+    "engine-asyncio", "engine-trio",
 ]  # fmt: skip
 """What a program calls: a `Ledger`, one of a model with a recurrent state, one without any feature (the kernel), a
 `HostCache`, either of them with an extension that interferes at every hook, or a runtime of either kind in a simulated

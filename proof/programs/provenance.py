@@ -24,7 +24,7 @@ from aoffload._common.prefix import KeySpan
 from aoffload._config.groups import KVCacheGroup
 from aoffload.testing.violations import Violation
 
-__all__ = ["GARBAGE", "Block", "Bytes", "Cell", "Text"]
+__all__ = ["GARBAGE", "Block", "Bytes", "Cell", "Text", "row_group"]
 
 
 class Cell(NamedTuple):

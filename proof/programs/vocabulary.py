@@ -83,7 +83,7 @@ AS_ON_A_LEDGER = (
 )  # fmt: skip
 ENGINE_CALLS = {name: LEDGER_CALLS[name] for name in AS_ON_A_LEDGER} | _table({
     "admit": f"who! {KEY} spans fewer max_hit_tokens hit_alignment reads_cache store max_store_tokens",
-    "ask": "who! fewer", "load": "who! max_tokens sparse", "compute": "who! stop! new offers is_last",
+    "ask": "who! fewer", "load": "who! max_tokens sparse", "compute": "who! stop! new offers is_last most also",
     "decline": "who! from_token!", "offer": "who! is_last", "offer_deferred": "", "invalidate": "who! from_token!",
     "release": "who! reason", "evict": "", "tick": "seconds!",
     "wrong": "method! who! num_computed_tokens from_token max_tokens into block_ids num_device_tokens",
@@ -143,7 +143,7 @@ CHOICES: Mapping[tuple[str, str], tuple[object, ...]] = {
     ("fault", "kind"): tuple(FAULTS),
 }
 """The values of arguments that the program itself interprets."""
-COUNTS = ("after", "at", "back", "fewer", "token", "stop", "most", "told")
+COUNTS = ("after", "at", "back", "fewer", "token", "stop", "most", "told", "also")
 FLAGS = (
     "hurry", "early", "record", "lasting", "commits", "sparse", "offers", "is_last", "is_idle", "only_requested_twice",
     "blind",
@@ -156,7 +156,7 @@ def calls_of(face: str) -> Mapping[str, Words]:
     """The calls that programs of a face may make, each with the arguments that it needs and may have."""
     faces = {
         "ledger": LEDGER_CALLS, "states": LEDGER_CALLS, "kernel": LEDGER_CALLS, "meddled": LEDGER_CALLS,
-        "engine": ENGINE_CALLS,
+        "engine": ENGINE_CALLS, "engine-states": ENGINE_CALLS,
         "meddled-engine": ENGINE_CALLS, "asyncio": RUNTIME_CALLS, "trio": RUNTIME_CALLS,
         "engine-asyncio": ENGINE_RUNTIME_CALLS, "engine-trio": ENGINE_RUNTIME_CALLS,
     }  # fmt: skip
@@ -179,7 +179,7 @@ def check_call(face: str, call: Any) -> None:
     for name, value in call.args.items():
         is_tier = (
             (call.name, name) != ("reset", "tier")
-            or face not in ("ledger", "states", "kernel", "meddled", "engine", "meddled-engine")
+            or face not in ("ledger", "states", "kernel", "meddled", "engine", "engine-states", "meddled-engine")
             or value in (None, "DEVICE", "HOST", "DISK", "REMOTE")
         )
         if not (is_tier and _is_plain(value) and _may_be(call.name, name, value)):

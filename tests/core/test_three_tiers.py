@@ -86,7 +86,7 @@ class Parts:
         self.moves.request(record, RequestState.MATCHED)
         self.leases.pin(record)
         self.moves.request(record, RequestState.PINNED)
-        missing = self.leases.num_fresh(record.published, record.hit_stop, self._num_units(record))
+        missing = self.leases.num_fresh(record, record.published, record.hit_stop, self._num_units(record))
         if missing > self.admission.num_available or not self.admission.queue.is_empty:
             self.leases.release_all(record)
             return None
