@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ._common.prefix import KeySpan
 from ._common.tiers import Tier
 from ._config.config import OffloadConfig
-from ._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from ._config.groups import ChunkedLocal, FullAttention, KVCacheGroup, RecurrentState, SlidingWindow
 from ._config.model_layout import ModelLayout, RegionSpec, groups_of
 from ._config.models import fingerprint
 from ._config.tiers import DiskTier, RemoteTier
@@ -108,6 +108,7 @@ __all__ = [
     "PendingLoad",
     "PrefixMatch",
     "Preemption",
+    "RecurrentState",
     "RegionSpec",
     "RemoteTier",
     "Request",

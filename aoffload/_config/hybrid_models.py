@@ -131,6 +131,26 @@ def _kinds(reader: ConfigReader, names: Sequence[str], known: dict[str, str]) ->
     return [known[name] for name in names]
 
 
+def _given_kinds(reader: ConfigReader, *fields: str) -> list[str]:
+    """The names of the layers' kinds, from the first of these fields that the config has."""
+    num_layers = reader.num_layers()
+    for name in fields:
+        names = reader.per_layer(name, num_layers, str)
+        if names is not None:
+            reader.ignore(*fields)
+            return names
+    raise reader.refuse(f"has a recurrent state, and no `{'` or `'.join(fields)}` that says in which layers")
+
+
+def _layer_numbers(reader: ConfigReader, name: str, numbers: range) -> set[int]:
+    """The layers that a field lists, of which each is one of `numbers`."""
+    given = reader.get(name)
+    if not isinstance(given, (list, tuple)) or any(type(layer) is not int or layer not in numbers for layer in given):
+        problem = f"has a recurrent state, and its `{name}` is no list of layers from {numbers[0]} to {numbers[-1]}"
+        raise reader.refuse(f"{problem}: {shown(given)}")
+    return set(given)
+
+
 def _arranged(
     reader: ConfigReader, kinds: Sequence[str], form: KVFormat, state: Callable[[], tuple[StatePart, ...]]
 ) -> HybridLayers:
@@ -183,10 +203,10 @@ def _mamba_2(
 def _mamba_2_by_width(reader: ConfigReader, states: StateFormat, width_field: str = "") -> tuple[StatePart, ...]:
     """Mamba 2 in configs that give the width of all heads together: in `width_field`, or as a multiple of the hidden
     size."""
+    reader.ignore("mamba_expand")
     width = reader.optional_count(width_field) if width_field else None
-    expand = reader.optional_count("mamba_expand")
     if width is None:
-        width = reader.count("mamba_expand") * reader.count("hidden_size") if expand else reader.count("mamba_expand")
+        width = reader.count("mamba_expand") * reader.count("hidden_size")
     heads = reader.count("mamba_n_heads")
     head_size = width // heads if reader.get("mamba_d_head") == "auto" else reader.count("mamba_d_head")
     if heads * head_size != width:
@@ -212,13 +232,28 @@ def _qwen(reader: ConfigReader, form: KVFormat, states: StateFormat) -> HybridLa
     return _arranged(reader, _kinds(reader, names, _KINDS), form, lambda: _gated_delta(reader, states))
 
 
+def _olmo(reader: ConfigReader, form: KVFormat, states: StateFormat) -> HybridLayers:
+    """Olmo Hybrid: gated delta nets, and full attention."""
+    names = _given_kinds(reader, "layer_types")
+    reader.ignore(
+        "linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor",
+        "linear_allow_neg_eigval",
+    )  # fmt: skip
+    return _arranged(reader, _kinds(reader, names, _KINDS), form, lambda: _gated_delta(reader, states))
+
+
 def _granite(reader: ConfigReader, form: KVFormat, states: StateFormat) -> HybridLayers:
     """Granite 4: Mamba 2, and few layers with attention."""
-    num_layers = reader.num_layers()
-    names = reader.per_layer("layer_types", num_layers, str) or reader.per_layer("layers_block_type", num_layers, str)
-    reader.ignore("layers_block_type")
-    names = names or ["mamba"] * num_layers  # the default of transformers
+    names = _given_kinds(reader, "layer_types", "layers_block_type")
     return _arranged(reader, _kinds(reader, names, _MAMBA), form, lambda: _mamba_2_by_width(reader, states))
+
+
+def _bamba(reader: ConfigReader, form: KVFormat, states: StateFormat) -> HybridLayers:
+    """Bamba: Mamba 2, and the layers with attention by their numbers."""
+    num_layers = reader.num_layers()
+    full = _layer_numbers(reader, "attn_layer_indices", range(num_layers))
+    kinds = [_FULL if layer in full else _RECURRENT for layer in range(num_layers)]
+    return _arranged(reader, kinds, form, lambda: _mamba_2_by_width(reader, states))
 
 
 def _falcon_h1(reader: ConfigReader, form: KVFormat, states: StateFormat) -> HybridLayers:
@@ -261,12 +296,9 @@ def _lfm2(reader: ConfigReader, form: KVFormat, states: StateFormat) -> HybridLa
     """LFM2: gated short convolutions, which have no recurrent state beside their last inputs."""
     num_layers, width = reader.num_layers(), reader.count("hidden_size")
     names = reader.per_layer("layer_types", num_layers, str)
-    full = reader.get("full_attn_idxs")
+    reader.ignore("full_attn_idxs")
     if names is None:
-        if not isinstance(full, (list, tuple)) or any(type(layer) is not int for layer in full):
-            raise reader.refuse(
-                "has a recurrent state, and neither `layer_types` nor `full_attn_idxs` says in which layers"
-            )
+        full = _layer_numbers(reader, "full_attn_idxs", range(num_layers))
         names = ["full_attention" if layer in full else "conv" for layer in range(num_layers)]
     for name in ("conv_dim", "conv_dim_out"):
         if reader.count(name, width) != width:
@@ -317,26 +349,22 @@ def _kimi(reader: ConfigReader, form: KVFormat, states: StateFormat) -> HybridLa
 
 def _kimi_layers(linear: ConfigReader, num_layers: int) -> list[str]:
     """The kind of each layer, from the two lists of `linear_attn_config`, which together name each layer once."""
-    given: dict[int, str] = {}
-    for field, kind in (("full_attn_layers", "full_attention"), ("kda_layers", "linear_attention")):
-        layers = linear.get(field)
-        if not isinstance(layers, (list, tuple)) or any(type(layer) is not int for layer in layers):
-            raise linear.refuse(f"has no list `{field}`")
-        for layer in layers:
-            if given.setdefault(layer, kind) != kind:
-                raise linear.refuse(f"has layer {layer} in both of its lists")
-    if given.keys() != set(range(1, num_layers + 1)):
-        raise linear.refuse(f"does not name each of {num_layers} layers")
-    return [given[layer] for layer in sorted(given)]
+    numbers = range(1, num_layers + 1)
+    full, recurrent = (_layer_numbers(linear, name, numbers) for name in ("full_attn_layers", "kda_layers"))
+    if full & recurrent or len(full | recurrent) != num_layers:
+        raise linear.refuse(f"has a recurrent state, and its two lists do not name each of {num_layers} layers once")
+    return ["full_attention" if layer in full else "linear_attention" for layer in numbers]
 
 
 HYBRID_MODELS: dict[str, Callable[[ConfigReader, KVFormat, StateFormat], HybridLayers]] = {
+    "bamba": _bamba,
     "falcon_h1": _falcon_h1,
     "granitemoehybrid": _granite,
     "kimi_linear": _kimi,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
     "nemotron_h": _nemotron_h,
+    "olmo_hybrid": _olmo,
     "qwen3_5": _qwen,
     "qwen3_5_moe": _qwen,
     "qwen3_5_moe_text": _qwen,
