@@ -14,7 +14,7 @@ import aoffload
 ROOT = Path(__file__).parent.parent
 BESIDE = ("integrations", "integrations.openai_server", "kv_events", "metrics", "plan", "testing")
 """The other public modules."""
-MAX_NAMES = 44
+MAX_NAMES = 45
 
 
 def test_the_package_itself_has_few_names() -> None:
