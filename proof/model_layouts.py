@@ -175,8 +175,9 @@ def _vllm_interface() -> Iterator[None]:
 def page_with_table() -> str:
     """The text of docs/models.md with these tables in place of the old ones."""
     text = PAGE.read_text()
-    text = f"{text.split(STATES_BEGIN)[0]}{STATES_BEGIN}\n{STATES_HEAD}{''.join(state_rows())}{STATES_END}" + (
-        text.split(STATES_END)[1]
+    text = (
+        f"{text.split(STATES_BEGIN)[0]}{STATES_BEGIN}\n{STATES_HEAD}{''.join(state_rows())}{STATES_END}"
+        + (text.split(STATES_END)[1])
     )
     return f"{text.split(BEGIN)[0]}{BEGIN}\n{HEAD}{''.join(rows())}{END}{text.split(END)[1]}"
 

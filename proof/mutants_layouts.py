@@ -197,7 +197,7 @@ LAYOUT_MUTANTS: tuple[Mutant, ...] = (
         "states in the dtype of the model",
         HYBRIDS,
         'return found.pop() if found else "float32"',
-        'return found.pop() if found else str(reader.dtype())',
+        "return found.pop() if found else str(reader.dtype())",
         "checkpoints have the bytes that an engine stores",
         test=OF_STATES + "test_dtypes_of_states",
     ),

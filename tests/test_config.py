@@ -225,8 +225,9 @@ def test_the_blocks_of_a_checkpoint_are_in_the_root() -> None:
     recurrent state, roots are those of versions that knew none."""
     full = KVCacheGroup("full")
     roots = {
-        OffloadConfig(groups=[full, KVCacheGroup("state", RecurrentState(), num_rows=rows)], num_host_blocks=1)
-        .root_namespace
+        OffloadConfig(
+            groups=[full, KVCacheGroup("state", RecurrentState(), num_rows=rows)], num_host_blocks=1
+        ).root_namespace
         for rows in (1, 2, 3)
     }
     assert len(roots) == 3

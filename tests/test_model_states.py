@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -256,7 +257,7 @@ def test_no_region_with_states_has_replicas() -> None:
         ({}, {"dtype": "fp8_e4m3"}, ("bfloat16", "float32")),
     ],
 )
-def test_dtypes_of_states(fields: dict[str, Any], options: dict[str, str], dtypes: tuple[str, str]) -> None:
+def test_dtypes_of_states(fields: dict[str, Any], options: dict[str, Any], dtypes: tuple[str, str]) -> None:
     """The argument comes before the config, and the config before float32. Convolution inputs have the dtype of the
     model, also if KV is quantized."""
     model = groups_of(small("qwen3_next", **fields), **options)
@@ -344,7 +345,10 @@ def test_two_ways_to_write_one_model(one: dict[str, Any], other: dict[str, Any])
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (small("granitemoehybrid", layer_types=["mamba"] * 4), "a recurrent state in every layer and no layer with attention"),
+    (
+        small("granitemoehybrid", layer_types=["mamba"] * 4),
+        "a recurrent state in every layer and no layer with attention",
+    ),
     (small("granitemoehybrid", without="layer_types"), "no `layer_types` or `layers_block_type` that says in which"),
     (small("granitemoehybrid", layer_types=["mamba"] * 3), "has 4 layers and a `layer_types` of 3"),
     (small("granitemoehybrid", layer_types=["rwkv"] * 4), "layers of rwkv; groups_of knows .*mamba for it"),
@@ -388,3 +392,37 @@ def test_a_checkpoint_of_too_many_blocks_is_refused() -> None:
     """The error names the block size, and the number of blocks."""
     with pytest.raises(ConfigError, match=r"^block_size: gives blocks of 64 bytes, .* would take .*: 1,048,576 is the"):
         groups_of(small("qwen3_next", head_dim=8, num_key_value_heads=1, linear_value_head_dim=2**18), block_size=2)
+
+
+ODD_VALUES: list[Any] = [
+    None,
+    -1,
+    0,
+    1,
+    3,
+    2**31 - 1,
+    2**40,
+    1.5,
+    True,
+    "",
+    "x",
+    [],
+    [0],
+    [[0]],
+    [1] * 4,
+    ["mamba"] * 4,
+    {},
+    {"a": 1},
+]
+
+
+@pytest.mark.parametrize("model_type", SMALL)
+def test_a_hybrid_with_an_odd_value_is_read_or_refused(model_type: str) -> None:
+    """Whatever a field holds, the answer is a layout or `ConfigError`, and no other error."""
+    for name in small(model_type):
+        for value in ODD_VALUES:
+            for ranks in (1, 2):
+                with contextlib.suppress(ConfigError):
+                    model = groups_of(small(model_type) | {name: value}, tensor_parallel_size=ranks)
+                    assert model.state_bytes <= model.groups[-1].num_rows * model.block_bytes
+                    assert all(size > 0 for state in model.states for size in state.shape)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
+from aoffload import ModelLayout, groups_of
+
 transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 24):
     pytest.skip("older versions lack some of these models, and keep states otherwise", allow_module_level=True)
-
-from aoffload import ModelLayout, groups_of
 
 COMMON: dict[str, Any] = {
     "vocab_size": 160, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -52,9 +52,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def computed(kind: str) -> tuple[ModelLayout, Any, list[Any]]:
-    """The layout of a small model with random weights in bfloat16; the model; the layers of its cache after a
-    prompt."""
+def computed(kind: str) -> tuple[ModelLayout, Any, Any]:
+    """The layout of a small model with random weights in bfloat16; the model; its cache after a prompt."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(kind, **COMMON | MODELS[kind])

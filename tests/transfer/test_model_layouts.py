@@ -71,9 +71,7 @@ def cases() -> list[Any]:
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
 @pytest.mark.parametrize(("model", "form", "options"), cases())
-async def test_every_block_comes_back(
-    model: str, form: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+async def test_every_block_comes_back(model: str, form: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Random bytes go from the device to host memory and to the disk. A new runtime over empty tensors loads them, and
     each block that its groups read has the bytes that were written."""
     found = layout_of(model, FEW_LAYERS.get(model), tensor_parallel_size=RANKS.get(model, 1), **options)
