@@ -1,10 +1,11 @@
 """Known models in an engine of your own, in the reference engine, and under vLLM.
 
-    python -m proof.model_layouts   writes the table of docs/models.md
+    python -m proof.model_layouts   writes the tables of docs/models.md
 
 The first column of answers is that of `groups_of` for the configurations in tests/model_configs. The second one is read
 from the table of types in docs/models.md, which `python -m proof.model_types` makes. The column of vLLM runs the
-connector's check on the kinds of KV cache group that vLLM makes for such layers.
+connector's check on the kinds of KV cache group that vLLM makes for such layers. A second table has the sizes of
+recurrent states.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,11 +21,16 @@ from typing import Any
 
 from aoffload import ChunkedLocal, ConfigError, FullAttention, ModelLayout, SlidingWindow, groups_of
 
-__all__ = ["BEGIN", "END", "PAGE", "page_with_table", "rows", "types_served"]
+__all__ = ["BEGIN", "END", "PAGE", "page_with_table", "rows", "state_rows", "types_served"]
 
 ROOT = Path(__file__).parents[1]
 PAGE, CONFIGS = ROOT / "docs/models.md", ROOT / "tests/model_configs"
 BEGIN, END = "<!-- layouts: python -m proof.model_layouts -->\n", "<!-- end of layouts -->\n"
+STATES_BEGIN, STATES_END = "<!-- states: python -m proof.model_layouts -->\n", "<!-- end of states -->\n"
+STATES_HEAD = (
+    "Model | Layers with a state; with attention | A checkpoint | KV of a token "
+    "| Tokens whose KV weighs as much as a checkpoint | Blocks of a checkpoint\n---|---|---|---|---|---\n"
+)
 HEAD = "Model | Your engine: `groups_of` | Reference engine: `load_model` | vLLM connector\n---|---|---|---\n"
 LATENTS = ("latent", "compressed latent", "compressor state", "indexer state")
 KINDS = {
@@ -49,19 +55,45 @@ def row_of(path: Path, served: dict[str, str]) -> str:
         is_recurrent = "recurrent state" in error.problem
         ours = f"refused: {error.problem.partition(' has ')[2].partition(':')[0]}" if is_recurrent else error.problem
         return f"{name} | {ours} | {reference} | {under_vllm([], has_mamba_layers=is_recurrent)}\n"
-    return f"{name} | {described(model)} | {reference} | {under_vllm(specs_of(model))}\n"
+    answer = under_vllm([], has_mamba_layers=True) if model.states else under_vllm(specs_of(model))
+    return f"{name} | {described(model)} | {reference} | {answer}\n"
+
+
+def state_rows() -> list[str]:
+    """A row for each configuration with recurrent layers."""
+    found = []
+    for path in sorted(CONFIGS.glob("*.json"), key=lambda path: path.name.lower()):
+        with suppress(ConfigError):
+            model = groups_of(path)
+            if model.states:
+                found.append(state_row(path.stem.partition("--")[2], model))
+    return found
+
+
+def state_row(name: str, model: ModelLayout) -> str:
+    (attention, recurrent), (_, group) = model.layers, model.groups
+    cells = (
+        name,
+        f"{len(recurrent)}; {len(attention)}",
+        f"{model.state_bytes / 2**20:.1f} MiB",
+        f"{model.bytes_per_token / 1024:.0f} KiB",
+        f"{model.state_bytes / model.bytes_per_token:,.0f}",
+        f"{group.num_rows:,} of {group.block_size} tokens",
+    )
+    return " | ".join(cells) + "\n"
 
 
 def described(model: ModelLayout) -> str:
     """The groups by kind, and what their layers store."""
-    found = [(group.name.rpartition("-")[0] or group.name, group) for group in model.groups]
+    found = [(group.name.rpartition("-")[0] or group.name, group) for group in model.groups if not group.is_recurrent]
     kinds = []
     for _, members in groupby(found, key=lambda each: (repr(each[1].attention), each[1].block_size)):
         same = [group for _, group in members]
         number = "1 group" if len(same) == 1 else f"{len(same)} groups"
         kinds.append(f"{_attention(same[0].attention)}: {number}, blocks of {same[0].block_size}")
     holds = dict.fromkeys(view.holds for region in model.regions for view in region.views)
-    return f"{'; '.join(kinds)} ({', '.join(holds)})"
+    states = f"; state: {len(model.layers[-1])} layers, {model.groups[-1].num_rows:,} blocks" if model.states else ""
+    return f"{'; '.join(kinds)} ({', '.join(holds)}){states}"
 
 
 def _attention(attention: Any) -> str:
@@ -141,8 +173,12 @@ def _vllm_interface() -> Iterator[None]:
 
 
 def page_with_table() -> str:
-    """The text of docs/models.md with this table in place of the old one."""
+    """The text of docs/models.md with these tables in place of the old ones."""
     text = PAGE.read_text()
+    text = (
+        f"{text.split(STATES_BEGIN)[0]}{STATES_BEGIN}\n{STATES_HEAD}{''.join(state_rows())}{STATES_END}"
+        + (text.split(STATES_END)[1])
+    )
     return f"{text.split(BEGIN)[0]}{BEGIN}\n{HEAD}{''.join(rows())}{END}{text.split(END)[1]}"
 
 

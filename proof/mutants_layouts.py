@@ -9,7 +9,8 @@ __all__ = ["LAYOUT_MUTANTS"]
 RANKS, LANE, LOCAL = "aoffload._transfer.ranks.transport", "aoffload._transfer.lane", "aoffload._transfer.local"
 OF_REPLICAS, OF_GROUPS = "tests/transfer/test_rank_replicas.py::", "tests/test_model_groups.py::"
 OF_WORKERS = "tests/integrations/vllm_connector/test_vllm_replicas.py::"
-OF_BYTES = "tests/transfer/test_model_layouts.py::"
+OF_BYTES, OF_STATES = "tests/transfer/test_model_layouts.py::", "tests/test_model_states.py::"
+HYBRIDS = "aoffload._config.hybrid_models"
 FAMILIES, LAYOUT, REGION = (
     "aoffload._config.model_families", "aoffload._config.model_layout", "aoffload._transfer.region"
 )  # fmt: skip
@@ -135,5 +136,85 @@ LAYOUT_MUTANTS: tuple[Mutant, ...] = (
         "    return layers\n",
         "a configuration that is not understood is refused",
         test=OF_GROUPS + "test_a_config_that_groups_of_does_not_understand_is_refused",
+    ),
+    Mutant(
+        "ranks with the same latents and other states are replicas",
+        LAYOUT,
+        "attrs.evolve(region, num_replicas=1, is_replicated=False) for",
+        "region for",
+        "every rank stores its own heads of a state",
+        test=OF_STATES + "test_no_region_with_states_has_replicas",
+    ),
+    Mutant(
+        "a checkpoint without its last block",
+        LAYOUT,
+        "num_rows = -(-(states[-1].offset + states[-1].num_bytes) // block_bytes)",
+        "num_rows = max(1, (states[-1].offset + states[-1].num_bytes) // block_bytes)",
+        "the blocks of a checkpoint hold all of it",
+        test=OF_STATES + "test_the_group_of_states",
+    ),
+    Mutant(
+        "a fingerprint without states",
+        LAYOUT,
+        "        content += repr((rows, ",
+        "        repr((rows, ",
+        "all that decides the bytes of a checkpoint changes the fingerprint",
+        test=OF_STATES + "test_every_change_of_a_checkpoint_changes_the_fingerprint",
+    ),
+    Mutant(
+        "a token counts a checkpoint",
+        LAYOUT,
+        "stored = [group for group in self.groups if not group.is_recurrent]",
+        "stored = self.groups",
+        "the bytes of a token are those of its KV",
+        test=OF_STATES + "test_the_group_of_states",
+    ),
+    Mutant(
+        "layers with attention are counted by themselves",
+        LAYOUT,
+        "    numbers = tuple(stored)\n",
+        "    numbers = tuple(range(len(stored)))\n    stored = dict(enumerate(stored.values()))\n",
+        "a view names the layer of the model",
+        test=OF_STATES + "test_layers_have_their_own_numbers",
+    ),
+    Mutant(
+        "one group of Mamba heads is divided among ranks",
+        HYBRIDS,
+        'own_groups = 1 if groups == 1 else states.share("groups of Mamba heads", groups)',
+        'own_groups = states.share("groups of Mamba heads", groups)',
+        "each rank has the group that its heads read",
+        test=OF_STATES + "test_ranks_divide_states",
+    ),
+    Mutant(
+        "a convolution that keeps its whole kernel",
+        HYBRIDS,
+        "StatePart(CONVOLUTION, (kernel - 1, channels), self.conv_dtype)",
+        "StatePart(CONVOLUTION, (kernel, channels), self.conv_dtype)",
+        "checkpoints have the bytes that an engine stores",
+        test=OF_STATES + "test_sizes_of_known_models",
+    ),
+    Mutant(
+        "states in the dtype of the model",
+        HYBRIDS,
+        'return found.pop() if found else "float32"',
+        "return found.pop() if found else str(reader.dtype())",
+        "checkpoints have the bytes that an engine stores",
+        test=OF_STATES + "test_dtypes_of_states",
+    ),
+    Mutant(
+        "convolution inputs in the dtype of quantized KV",
+        HYBRIDS,
+        "conv = form.dtype if form.dtype in STATE_DTYPES else reader.dtype()",
+        "conv = form.dtype",
+        "a model with quantized KV keeps its convolution inputs as they are",
+        test=OF_STATES + "test_dtypes_of_states",
+    ),
+    Mutant(
+        "rows of a checkpoint that the root does not name",
+        "aoffload._config.config",
+        'return f":{group.num_rows}" if isinstance(group, KVCacheGroup) and group.is_recurrent else ""',
+        'return ""',
+        "checkpoints of another number of blocks are never found",
+        test="tests/test_config.py::test_the_blocks_of_a_checkpoint_are_in_the_root",
     ),
 )

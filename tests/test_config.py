@@ -10,7 +10,7 @@ import pytest
 
 from aoffload import DiskTier, RemoteTier
 from aoffload._config.config import OffloadConfig
-from aoffload._config.groups import FullAttention, KVCacheGroup
+from aoffload._config.groups import FullAttention, KVCacheGroup, RecurrentState
 from aoffload._config.tiers import parse_bytes
 from aoffload._extensions.assembly import Ledger
 from aoffload._extensions.store_policies import LazyStore
@@ -218,3 +218,17 @@ def test_a_large_host_pool_costs_nothing_until_it_is_used() -> None:
 def test_full_attention_needs_every_block() -> None:
     """What a kind requires is asked by position."""
     assert FullAttention().required_blocks(40, 16) == range(2)
+
+
+def test_the_blocks_of_a_checkpoint_are_in_the_root() -> None:
+    """Checkpoints of another number of blocks are never found: their bytes would be cut at other places. Without a
+    recurrent state, roots are those of versions that knew none."""
+    full = KVCacheGroup("full")
+    roots = {
+        OffloadConfig(
+            groups=[full, KVCacheGroup("state", RecurrentState(), num_rows=rows)], num_host_blocks=1
+        ).root_namespace
+        for rows in (1, 2, 3)
+    }
+    assert len(roots) == 3
+    assert OffloadConfig(groups=[full], namespace="m", num_host_blocks=1).root_namespace == "m\nfull:16"

@@ -8,15 +8,28 @@ from typing import Any
 import attrs
 import pytest
 
-from aoffload import ChunkedLocal, ConfigError, DiskTier, FullAttention, KVCacheGroup, OffloadConfig, SlidingWindow
+from aoffload import (
+    ChunkedLocal,
+    ConfigError,
+    DiskTier,
+    FullAttention,
+    KVCacheGroup,
+    OffloadConfig,
+    RecurrentState,
+    SlidingWindow,
+)
 from aoffload.ledger import Quota, Quotas
 
 GROUPS = (
     KVCacheGroup("full", FullAttention(), 32),
     KVCacheGroup("near", SlidingWindow(128)),
     KVCacheGroup("local", ChunkedLocal(8192)),
+    KVCacheGroup("state", RecurrentState(), 32, num_rows=147),
 )
-GROUPS_TEXT = '[{name = "full", block_size = 32}, {name = "near", window = 128}, {name = "local", chunk = 8192}]'
+GROUPS_TEXT = (
+    '[{name = "full", block_size = 32}, {name = "near", window = 128}, {name = "local", chunk = 8192}, '
+    '{name = "state", block_size = 32, rows = 147}]'
+)
 OTHERS: dict[str, Any] = {
     "groups": GROUPS,
     "num_host_blocks": 77,
@@ -138,6 +151,11 @@ WRONG = {
     "groups = [{name = 'a', window = 0}]": "groups.window",
     "groups = [{name = 'a', chunk = '8'}]": "groups.chunk",
     "groups = [{name = 'a', window = 8, chunk = 8}]": "groups.window",
+    "groups = [{name = 'a', window = 8, rows = 8}]": "groups.window",
+    "groups = [{name = 'a', chunk = 8, rows = 8}]": "groups.chunk",
+    "groups = [{name = 'a', rows = 0}]": "groups.rows",
+    "groups = [{name = 'a', rows = '8'}]": "groups.rows",
+    "groups = [{name = 'a', num_rows = 8}]": "groups.num_rows",
     "groups = [{name = 'a'}, {name = 'a'}]": "groups",
 }
 """Lines of a file, and the setting that the error names."""

@@ -272,7 +272,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layers_block_type": ["mamba", "attention"] * 2}, r"recurrent state \(mamba in 2 of 4 layers\)"),
     ({"hybrid_override_pattern": "M*M-"}, r"recurrent state \(Mamba in 2 of 4 layers\)"),
     ({"linear_attn_config": {"kda_layers": [1, 2]}}, r"recurrent state \(linear attention, KDA, in 2 of 4 layers\)"),
-    ({"ssm_state_size": 16}, r"recurrent state \(`ssm_state_size` is set\): aoffload cannot cache it yet"),
+    ({"ssm_state_size": 16}, r"recurrent state \(`ssm_state_size` is set\): groups_of does not know the shapes"),
     ({"conv_L_cache": 3}, "recurrent state"),
     ({"is_encoder_decoder": True}, "encoder-decoder: its KV does not depend on the token prefix alone"),
     ({"cross_attention_layers": [1]}, "cross attention .*: its KV does not depend on the token prefix alone"),

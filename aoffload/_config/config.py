@@ -13,7 +13,7 @@ import attrs
 from .._common.arguments import as_tuple, check_has, check_int, number_of, shown
 from .._common.prefix import check_epoch
 from ..errors import ConfigError, InvalidArgument
-from .groups import shortest_hit
+from .groups import KVCacheGroup, shortest_hit
 from .quotas import Quotas
 from .sources import read_environment, read_file
 from .tiers import DiskTier, RemoteTier, check_eviction, parse_bytes
@@ -133,6 +133,11 @@ def _as_tuple(groups: Iterable[GroupLike]) -> tuple[GroupLike, ...]:
     return found
 
 
+def _rows(group: GroupLike) -> str:
+    """The blocks of a checkpoint, for a group of recurrent layers."""
+    return f":{group.num_rows}" if isinstance(group, KVCacheGroup) and group.is_recurrent else ""
+
+
 @attrs.frozen(kw_only=True)
 class OffloadConfig:
     """The configuration of a runtime. Times are in seconds, sizes in bytes.
@@ -248,8 +253,9 @@ class OffloadConfig:
     def from_file(cls, path: str | os.PathLike[str], **arguments: Any) -> Self:
         """The configuration in a TOML file, whose keys are the fields; `arguments` replace its settings.
 
-        A group is a table with `name`, `block_size`, and `window` or `chunk` unless it is full attention. `ConfigError`
-        names the key and the file, also if a key is unknown or the file cannot be read.
+        A group is a table with `name`, `block_size`, and `window` or `chunk` unless it is full attention; with `rows`,
+        the blocks of a checkpoint, its layers have a recurrent state. `ConfigError` names the key and the file, also if
+        a key is unknown or the file cannot be read.
         """
         return read_file(path, cls).build(cls, arguments)
 
@@ -287,7 +293,7 @@ class OffloadConfig:
     def root_namespace(self) -> str:
         """The namespace of root keys. It includes the layout of the groups, so that different layouts never share
         KV."""
-        groups = ",".join(f"{group.name}:{group.block_size}" for group in self.groups)
+        groups = ",".join(f"{group.name}:{group.block_size}{_rows(group)}" for group in self.groups)
         return f"{self.namespace}\n{groups}"
 
     @property

@@ -2,7 +2,7 @@
 
 One rule covers most decoders: keys and values by head, or a latent (MLA), and a kind of attention from `layer_types` or
 `sliding_window`. The families below that rule use fields of their own. An unknown type is read by the common rule, and
-refused if a further field may change what is cached.
+refused if a further field may change what is cached. `hybrid_models` reads models with recurrent layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ _RECURRENT_FIELDS = (
 """Fields that only models with recurrent layers have."""
 _HEADS_BY_DEFAULT = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "olmo", "olmo2", "stablelm"})
 """Types in which a missing `num_key_value_heads` means as many as attention heads."""
-_HEAD_SIZE_OF_ITS_OWN = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "qwen3"})
+_HEAD_SIZE_OF_ITS_OWN = frozenset(
+    {
+        "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "qwen3", "qwen3_next", "qwen3_5",
+        "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "nemotron_h",
+    }
+)  # fmt: skip
 """Types whose default `head_dim` is not `hidden_size / num_attention_heads`."""
 _ALL_SLIDE = frozenset({"mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2"})
 """Types in which every layer has the window, if there is one."""
@@ -34,7 +39,7 @@ _SHARE_KV = frozenset({"gemma3n_text", "gemma4_text"})
 _OF_PARTS = ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "num_attention_heads", "hidden_size")
 """Fields that decide the parts of a layer, beside its heads and their size."""
 _IMAGES_BOTH_WAYS = frozenset({"gemma3_text", "gemma4_text"})
-_WHY_NOT_RECURRENT = "aoffload cannot cache it yet, because it does not belong to a block of tokens"
+_WHY_NOT_RECURRENT = "groups_of does not know the shapes of such a state for this type of model"
 
 
 def layers_of(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
@@ -49,15 +54,17 @@ def layers_of(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
     return layers
 
 
-def refuse_uncacheable(reader: ConfigReader) -> None:
-    """Raise if the model has an encoder, recurrent layers, or attention to later tokens."""
+def refuse_uncacheable(reader: ConfigReader, *, knows_recurrent: bool = False) -> None:
+    """Raise if the model has an encoder, recurrent layers, or attention to later tokens.
+
+    `knows_recurrent`: The caller reads the recurrent layers."""
     for fields in (reader.fields, reader.outer):
         if fields.get("is_encoder_decoder"):
             raise reader.refuse("is an encoder-decoder: its KV does not depend on the token prefix alone")
     for name in ("add_cross_attention", "cross_attention_layers", "cross_attention_hidden_size"):
         if reader.fields.get(name):
             raise reader.refuse(f"has cross attention (`{name}`): its KV does not depend on the token prefix alone")
-    found = _recurrent_layers(reader)
+    found = "" if knows_recurrent else _recurrent_layers(reader)
     if found:
         raise reader.refuse(f"has a recurrent state ({found}): {_WHY_NOT_RECURRENT}")
     # Tokens of an image read each other in Gemma. A `KeySpan` over the image makes a block's key depend on all of them.
@@ -92,7 +99,7 @@ def _recurrent_layers(reader: ConfigReader) -> str:
 def _common(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
     num_layers = reader.num_layers()
     kinds = _kinds(reader, num_layers)
-    parts = _own_parts(reader, form, num_layers, [_parts(reader, form)] * num_layers)
+    parts = _own_parts(reader, form, num_layers, [layer_parts(reader, form)] * num_layers)
     return _without_sharing(reader, kinds, parts)
 
 
@@ -122,12 +129,13 @@ def _own_parts(
         common = {name: reader.get(name) for name in _OF_PARTS}
         fields = common | {"num_key_value_heads": _heads(reader), "head_dim": _head_size(reader), **own}
         part = ConfigReader(f"{reader.model_type}, layer {layer},", fields, fields)
-        parts[layer] = _parts(part, form)
+        parts[layer] = layer_parts(part, form)
         part.check_all_read()
     return parts
 
 
-def _parts(reader: ConfigReader, form: KVFormat) -> tuple[LayerPart, ...]:
+def layer_parts(reader: ConfigReader, form: KVFormat) -> tuple[LayerPart, ...]:
+    """The parts of a layer by the common rule: a latent, or keys and values by head."""
     rank = reader.optional_count("kv_lora_rank")
     if rank is not None:
         reader.ignore("num_key_value_heads", "head_dim", "v_head_dim", "qk_nope_head_dim", "qk_head_dim")
@@ -253,7 +261,7 @@ def _llama_4(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
         kinds: list[AttentionKind] = [local if rotates else FullAttention() for rotates in rotated]
     else:
         kinds = _from_types(reader, types)
-    parts = _parts(reader, form)
+    parts = layer_parts(reader, form)
     return [LayerKV(kind, parts) for kind in kinds]
 
 
@@ -287,7 +295,7 @@ def _mimo_v2(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
 
 def _deepseek(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
     """Latents, and with an indexer (V3.2) its keys."""
-    num_layers, parts = reader.num_layers(), _parts(reader, form)
+    num_layers, parts = reader.num_layers(), layer_parts(reader, form)
     if reader.get("kv_lora_rank") is None:
         raise reader.refuse("has no `kv_lora_rank`, so what a latent holds is unknown")
     types = reader.per_layer("layer_types", num_layers, str)
@@ -303,7 +311,7 @@ def _deepseek(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
 def _minimax_m3(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
     """Keys and values in every layer. Sparse layers store one index key of a token, too, in the dtype of the weights:
     it chooses which blocks a query reads, so a hit without it would choose wrong ones."""
-    num_layers, parts = reader.num_layers(), _parts(reader, form)
+    num_layers, parts = reader.num_layers(), layer_parts(reader, form)
     if not reader.get("sparse_attention_config"):
         return [LayerKV(FullAttention(), parts)] * num_layers
     sparse = reader.part("sparse_attention_config")

@@ -4,6 +4,8 @@ A block id names one row in every region, whichever group uses it. So the blocks
 Layers of one kind form groups of equal numbers of layers. *Slot* `j` is the `j`-th layer of each group: these layers
 share the regions of the slot, because each block belongs to only one group. A kind of layer that needs fewer bytes a
 token gets blocks of more tokens.
+
+Recurrent layers have no regions. A checkpoint of their states is one string of bytes, which lies in several blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +21,17 @@ from .._common.arguments import check_int, shown
 from ..errors import ConfigError
 from .deepseek_v4 import BLOCK_SIZE as V4_BLOCK_SIZE
 from .deepseek_v4 import PagedKind, pages_of
-from .groups import MAX_BLOCK_SIZE, AttentionKind, ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from .groups import (
+    MAX_BLOCK_SIZE,
+    MAX_ROWS,
+    AttentionKind,
+    ChunkedLocal,
+    FullAttention,
+    KVCacheGroup,
+    RecurrentState,
+    SlidingWindow,
+)
+from .hybrid_models import HYBRID_MODELS, STATE_DTYPES, StatePart, hybrid_layers_of
 from .kv_formats import ITEM_BYTES, LAYOUTS, SCALES_PART, KVFormat, LayerKV
 from .model_config import read_config
 from .model_families import layers_of
@@ -73,10 +85,32 @@ class RegionSpec:
 
 
 @attrs.frozen
+class StateView:
+    """The bytes of one tensor of a recurrent layer in a checkpoint, on one rank."""
+
+    layer: int
+    holds: str
+    """ "convolution inputs" or "recurrent state"."""
+    shape: tuple[int, ...]
+    """`(kernel - 1, channels)`, or of the recurrent state: `(heads, head size, state size)` of Mamba 2, and
+    `(heads, value size, key size)` of a delta rule. These are vLLM's shapes. An engine may keep the same elements in
+    another order; then its namespace has to say so."""
+    dtype: str
+    """The name of the dtype in torch."""
+    offset: int
+    """Where it begins in the checkpoint, in bytes: a multiple of the bytes of an element."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@attrs.frozen
 class ModelLayout:
     """The groups and regions of a model on one rank. `groups_of` makes it.
 
-    Layers are counted from 0, without draft layers (`num_nextn_predict_layers`).
+    Layers are counted from 0, without draft layers (`num_nextn_predict_layers`, `mtp_num_hidden_layers`). A model with
+    recurrent layers has a last group `state`, and `states`. Layers that store nothing are in no group.
     """
 
     model_type: str
@@ -89,7 +123,16 @@ class ModelLayout:
     tensor_parallel_size: int
     fingerprint: str
     """Text for `OffloadConfig.namespace`, beside the name of the weights. It changes with everything here that decides
-    the bytes of a block: dtype, scales, layout, block size, windows, head sizes, tensor parallel size."""
+    the bytes of a block or of a checkpoint: dtypes, scales, layout, block size, windows, head sizes, shapes of states,
+    tensor parallel size."""
+    states: tuple[StateView, ...] = ()
+    """The tensors of a checkpoint, one after the other. Block `i` of a checkpoint holds the bytes from
+    `i * block_bytes` on, and within it the regions hold them in order. The last block is not full."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a checkpoint on one rank; 0 if there are no recurrent layers."""
+        return self.states[-1].offset + self.states[-1].num_bytes if self.states else 0
 
     @property
     def block_bytes(self) -> int:
@@ -105,8 +148,9 @@ class ModelLayout:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that the KV of a token takes on one rank, in all groups together, rounded up. Groups with a window keep
-        only the last tokens."""
-        return math.ceil(sum(Fraction(self.block_bytes, group.block_size) for group in self.groups))
+        only the last tokens. Checkpoints are not counted, because a token has none."""
+        stored = [group for group in self.groups if not group.is_recurrent]
+        return math.ceil(sum(Fraction(self.block_bytes, group.block_size) for group in stored))
 
 
 def groups_of(
@@ -117,6 +161,7 @@ def groups_of(
     scales: str = "auto",
     layout: str = "NHD",
     tensor_parallel_size: int = 1,
+    state_dtype: str = "auto",
 ) -> ModelLayout:
     """The groups and regions of a model, from its config.json.
 
@@ -126,17 +171,21 @@ def groups_of(
     its other blocks are shorter. `dtype`: "auto" (that of the weights), "bfloat16", "float16", "float32", "fp8_e4m3",
     "fp8_e5m2", "int8", or "fp8_ds_mla" (latents in rows that hold their scales). `scales`: "auto", "none",
     "per_tensor", "per_token_head" (a region of float32) or "in_row". `layout`: "NHD" (tokens before heads) or "HND".
-    `tensor_parallel_size`: the number of ranks among which KV heads are divided.
+    `tensor_parallel_size`: the number of ranks among which KV heads, and the heads of recurrent layers, are divided.
+    `state_dtype`: of recurrent states, "float32", "bfloat16" or "float16"; "auto": that of `mamba_ssm_dtype` or
+    `mamba_ssm_cache_dtype` in the config, else float32. The inputs of convolutions have the dtype of the model.
 
-    `ConfigError` names the argument that is wrong. For `config` it names the reason: a recurrent state, an encoder, or
-    a field that decides what is cached and is not understood for this type of model. Nothing is read but the
-    configuration.
+    `ConfigError` names the argument that is wrong. For `config` it names the reason: a recurrent state of unknown
+    shape, an encoder, or a field that decides what is cached and is not understood for this type of model. Nothing is
+    read but the configuration.
     """
     if block_size is not None:
         check_int("block_size", block_size, 1, MAX_BLOCK_SIZE, ConfigError)
     check_int("tensor_parallel_size", tensor_parallel_size, 1, MAX_RANKS, ConfigError)
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ConfigError("layout", f"must be {' or '.join(LAYOUTS)}, got {shown(layout)}")
+    if not isinstance(state_dtype, str) or state_dtype not in ("auto", *STATE_DTYPES):
+        raise ConfigError("state_dtype", f"must be one of auto, {', '.join(STATE_DTYPES)}; got {shown(state_dtype)}")
     reader = read_config(config)
     form = KVFormat.of(dtype, scales, reader.dtype())
     if dtype == "auto":
@@ -145,11 +194,18 @@ def groups_of(
     if reader.model_type == "deepseek_v4":
         kinds = pages_of(reader, form, block_size or V4_BLOCK_SIZE)
         groups, layers, regions = _packed(kinds, tensor_parallel_size)
+        states: tuple[StateView, ...] = ()
+    elif reader.model_type in HYBRID_MODELS:
+        found = hybrid_layers_of(reader, form, state_dtype, tensor_parallel_size)
+        states = _state_views(found.states)
+        arranged = _slotted(found.kv, block_size or 16, layout, tensor_parallel_size)
+        groups, layers, regions = _with_states(arranged, states) if states else arranged
     else:
-        stored = layers_of(reader, form)
+        stored = dict(enumerate(layers_of(reader, form)))
         groups, layers, regions = _slotted(stored, block_size or 16, layout, tensor_parallel_size)
-    text = _fingerprint(reader.model_type, form, layout, tensor_parallel_size, groups, regions)
-    return ModelLayout(reader.model_type, groups, layers, regions, tensor_parallel_size, text)
+        states = ()
+    text = _fingerprint(reader.model_type, form, layout, tensor_parallel_size, groups, regions, states)
+    return ModelLayout(reader.model_type, groups, layers, regions, tensor_parallel_size, text, states)
 
 
 def _check_quantization(quantization: object) -> None:
@@ -168,8 +224,10 @@ def _fingerprint(
     tensor_parallel_size: int,
     groups: Sequence[KVCacheGroup],
     regions: Sequence[RegionSpec],
+    states: Sequence[StateView],
 ) -> str:
-    """A readable head, and a SHA-256 over all that decides the bytes of a block."""
+    """A readable head, and a SHA-256 over all that decides the bytes of a block or of a checkpoint. Without states, the
+    text is that of versions that knew none."""
     attentions = [(group.name, repr(group.attention), group.block_size) for group in groups]
     shapes = [(each.name, each.shape, each.dtype, each.block_bytes) for each in regions]
     views = [
@@ -179,6 +237,9 @@ def _fingerprint(
     ]
     head = f"{model_type} kv={form.dtype} scales={form.scales} layout={layout} tp={tensor_parallel_size}"
     content = repr((1, head, attentions, shapes, views))
+    if states:
+        rows = [group.num_rows for group in groups]
+        content += repr((rows, [(each.layer, each.holds, each.shape, each.dtype, each.offset) for each in states]))
     return f"{head} {hashlib.sha256(content.encode()).hexdigest()[:32]}"
 
 
@@ -218,9 +279,14 @@ def _numbered(names: Sequence[str]) -> list[str]:
 Arranged = tuple[tuple[KVCacheGroup, ...], tuple[tuple[int, ...], ...], tuple[RegionSpec, ...]]
 
 
-def _slotted(stored: Sequence[LayerKV], block_size: int, layout: str, num_ranks: int) -> Arranged:
-    """Groups of equal numbers of layers. A region belongs to one slot, and each group has a layer in it."""
-    found = equal_groups([layer.attention for layer in stored])
+def _slotted(stored: Mapping[int, LayerKV], block_size: int, layout: str, num_ranks: int) -> Arranged:
+    """Groups of equal numbers of layers. A region belongs to one slot, and each group has a layer in it. `stored`: the
+    KV of each layer that stores some, by the number of the layer, in order."""
+    numbers = tuple(stored)
+    found = [
+        (name, kind, tuple(numbers[index] for index in indices))
+        for name, kind, indices in equal_groups([layer.attention for layer in stored.values()])
+    ]
     if len(found) > 1:
         _check_alike(stored)
     sizes = _block_sizes({kind: stored[layers[0]] for _, kind, layers in found}, block_size, num_ranks)
@@ -248,15 +314,15 @@ def _slot_region(name: str, views: Sequence[LayerView], num_replicas: int, num_r
     )  # fmt: skip
 
 
-def _check_alike(stored: Sequence[LayerKV]) -> None:
+def _check_alike(stored: Mapping[int, LayerKV]) -> None:
     """Raise if layers store different parts, because their groups could not share regions."""
     by_kind: dict[AttentionKind, LayerKV] = {}
-    for number, layer in enumerate(stored):
+    for number, layer in stored.items():
         first = by_kind.setdefault(layer.attention, layer)
         if layer.parts != first.parts:
             problem = f"layer {number} does not store the same vectors as an earlier layer with {layer.attention}"
             raise ConfigError("config", f"{problem}, so the groups could not share regions")
-    kinds = {tuple((part.holds, part.dtype) for part in layer.parts) for layer in stored}
+    kinds = {tuple((part.holds, part.dtype) for part in layer.parts) for layer in stored.values()}
     if len(kinds) > 1:
         problem = "kinds of layers store different vectors, so their groups could not share regions"
         raise ConfigError("config", problem)
@@ -278,6 +344,42 @@ def _block_sizes(kinds: dict[AttentionKind, LayerKV], block_size: int, num_ranks
             problem = f"is {block_size}, which gives blocks of {sizes[kind]} tokens for {kind}"
             raise ConfigError("block_size", f"{problem}: {MAX_BLOCK_SIZE} is the most")
     return sizes
+
+
+# -- states of recurrent layers ----------------------------------------------------------------------------------------
+
+
+def _state_views(states: Mapping[int, Sequence[StatePart]]) -> tuple[StateView, ...]:
+    """The tensors of a checkpoint, layer by layer, each at a multiple of the bytes of its elements."""
+    views, end = [], 0
+    for layer, parts in states.items():
+        for part in parts:
+            item_bytes = ITEM_BYTES[part.dtype]
+            start = -(-end // item_bytes) * item_bytes
+            views.append(StateView(layer, part.holds, part.shape, part.dtype, start))
+            end = start + views[-1].num_bytes
+    return tuple(views)
+
+
+def _with_states(arranged: Arranged, states: Sequence[StateView]) -> Arranged:
+    """One more group, whose checkpoints lie in blocks of the same pool.
+
+    Ranks that hold the same KV still hold different heads of a state, and any block may hold a piece of a checkpoint.
+    So no region has replicas.
+    """
+    groups, layers, regions = arranged
+    block_bytes = sum(region.block_bytes for region in regions)
+    num_rows = -(-(states[-1].offset + states[-1].num_bytes) // block_bytes)
+    unit = math.lcm(*(group.block_size for group in groups))
+    if num_rows > MAX_ROWS:
+        problem = f"gives blocks of {block_bytes:,} bytes, and a checkpoint would take {num_rows:,} of them"
+        raise ConfigError("block_size", f"{problem}: {MAX_ROWS:,} is the most")
+    group = KVCacheGroup("state", RecurrentState(), unit, num_rows=num_rows)
+    alone = tuple(attrs.evolve(region, num_replicas=1, is_replicated=False) for region in regions)
+    return (*groups, group), (*layers, tuple(dict.fromkeys(state.layer for state in states))), alone
+
+
+# -- packed pages ------------------------------------------------------------------------------------------------------
 
 
 def _packed(kinds: Sequence[PagedKind], num_ranks: int) -> Arranged:

@@ -22,7 +22,7 @@ import attrs
 from .._common.arguments import shown
 from .._tiers.remote.clients.redis import RedisClusterStore, RedisStore
 from ..errors import ConfigError
-from .groups import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
+from .groups import AttentionKind, ChunkedLocal, FullAttention, KVCacheGroup, RecurrentState, SlidingWindow
 from .quotas import SIZES, Quota, Quotas
 from .tiers import DiskTier, ObjectStore, RemoteTier
 
@@ -149,7 +149,11 @@ KEY_VARIABLE = "AOFFLOAD_API_KEY"
 """Belongs to the HTTP server; it is not a setting."""
 HOST_POOL = {"num_host_blocks", "host_bytes"}
 """Two names for the size of the host pool: a later source that has one of them replaces the other, too."""
-GROUP_KEYS = ("name", "block_size", "window", "chunk")
+KINDS: dict[str, Callable[[Any], AttentionKind]] = {
+    "window": SlidingWindow, "chunk": ChunkedLocal, "rows": lambda _: RecurrentState(),
+}  # fmt: skip
+"""Kinds of layers by the key of a group that they need; without one of these keys, a group has full attention."""
+GROUP_KEYS = ("name", "block_size", *KINDS)
 TABLES: dict[str, Callable[[object, str], object]] = {
     "disk": disk_from_table, "remote": remote_from_table, "quotas": quotas_from_table,
 }  # fmt: skip
@@ -244,18 +248,17 @@ def _group(table: object, origin: str) -> KVCacheGroup:
     for key in table:
         if key not in GROUP_KEYS:
             raise ConfigError(f"groups.{key}", f"is not one of {', '.join(GROUP_KEYS)} ({origin})")
-    if "window" in table and "chunk" in table:
-        raise ConfigError("groups.window", f"and groups.chunk are of different kinds of attention ({origin})")
+    given = [key for key in KINDS if key in table]
+    if len(given) > 1:
+        raise ConfigError(f"groups.{given[0]}", f"and groups.{given[1]} are of different kinds of layers ({origin})")
     try:
-        kind: FullAttention | SlidingWindow | ChunkedLocal = FullAttention()
-        if "window" in table:
-            kind = SlidingWindow(table["window"])
-        elif "chunk" in table:
-            kind = ChunkedLocal(table["chunk"])
+        kind = KINDS[given[0]](table[given[0]]) if given else FullAttention()
         named = {key: table[key] for key in ("name", "block_size") if key in table}
-        return KVCacheGroup(**{"name": "", **named}, attention=kind)
+        rows = {"num_rows": table["rows"]} if "rows" in table else {}
+        return KVCacheGroup(**{"name": "", **named}, attention=kind, **rows)
     except ConfigError as error:
         argument = error.argument if error.argument.startswith("groups.") else f"groups.{error.argument}"
+        argument = argument.replace("num_rows", "rows")
         raise ConfigError(argument, f"{error.problem} ({origin})") from error
 
 
