@@ -241,13 +241,14 @@ WRITTEN_BY_FEATURES = {
     "_eviction.counts": "before key num_after start tokens",
     "_eviction.learned": "last_use rank",
     "_extensions.forks": (
-        "has_parent hit_stop last_step leases match num_computed_tokens num_units published ready_stop tables"
+        "checkpoints has_parent hit_stop last_step leases match num_computed_tokens num_units published ready_stop "
+        "resume tables"
     ),
     "_extensions.invalidation": "epoch num_computed_tokens",
     "_extensions.overlap": "job_settled",
     "_extensions.pins": "leases match since_s",
     "_extensions.preemption": "computing hit_limit leases num_computed_tokens published ready_stop",
-    "_extensions.prefetch": "hit_limit num_units tables",
+    "_extensions.prefetch": "hit_limit incoming num_units tables",
     "_extensions.transfers": "load",
     "_extensions.watermark": "offered_stop",
     "_extensions.weights": "epoch sequence",
@@ -255,7 +256,7 @@ WRITTEN_BY_FEATURES = {
         "computing epoch has_committed hit_limit hit_stop load num_computed_tokens num_lost_tokens published "
         "ready_stop reason sequence wake"
     ),
-    "_host_cache.matches": "hit_stop leases match published ready_stop",
+    "_host_cache.matches": "branch_stop checkpoints hit_stop leases match published ready_stop",
     "_tiers.fetch.rules": "hit_limit leases",
 }
 """Fields of the kernel's records that features write, too. The list may only shrink."""
