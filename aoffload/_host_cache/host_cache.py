@@ -216,6 +216,14 @@ class HostCache(AnyLedger):
         self.end_call()
         return request.match
 
+    def branch(self, request: HostCacheRequest) -> int:
+        """The number of tokens of a matched request up to which host memory has KV, if that is further than its hit,
+        because the recurrent state of that position is not cached; else 0. Another prompt shares these tokens, so the
+        engine should make a checkpoint there and offer it."""
+        require(self.own(request), "branch", State.PINNED)
+        stop = self.matches.kv_stop(request)
+        return stop * self.layout.unit_tokens if stop > request.hit_stop else 0
+
     def pending_until(self, request: HostCacheRequest) -> float:
         """The time, by the clock, from which `match_again` no longer answers `PENDING`. Infinity if the last answer for
         the request was not `PENDING`."""

@@ -26,7 +26,7 @@ from .._common.arguments import check_has
 from .._common.tiers import BELOW, Tier
 from .._extensions.load_choice import Loadable
 from .._kernel.cache import PrefixCache
-from .._kernel.index import Hit, held_stop
+from .._kernel.index import Hit, held_stop, present_stop
 from .._kernel.leases import RequestLeases
 from .._kernel.moves import Moves
 from .._kernel.plans import PrefixMatch
@@ -267,6 +267,18 @@ class EngineMatches:
             stop = agreed
         stop = held_stop(layout, path, BELOW, start, stop, alignment, given=start)
         return Hit(start, max(start, stop), tuple(path))
+
+    def kv_stop(self, request: HostCacheRequest) -> int:
+        """The unit up to which the host holds full attention of `request` after the engine's own hit, without the unit
+        of the last token. A hit that lacks a recurrent state ends before it."""
+        layout, path = self.cache.layout, list[Run]()
+        start = stop = request.engine_tokens // layout.unit_tokens
+        if request.epoch != self.cache.epoch or not self.device.may_load:
+            return start
+        for run, agreed in self.cache.index.walk(request.sequence, (request.sequence.num_tokens - 1) // layout.unit_tokens):
+            path.append(run)
+            stop = agreed
+        return max(start, present_stop(path, BELOW, start, stop))
 
     def _pin(self, request: HostCacheRequest, hit: Hit) -> None:
         unit = self.cache.layout.unit_tokens

@@ -9,7 +9,11 @@ import attrs
 
 from aoffload import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 
+from .._config.groups import RecurrentState
 from ..errors import ConfigError
+from .states import NO_CHECKPOINTS, Checkpoints, StateTable
+
+NO_DRAFTS_WITH_STATES = "does not go with recurrent layers: their states would be those of drafts that may be rejected"
 
 
 @attrs.frozen
@@ -26,8 +30,6 @@ class CachedGroups:
         ids = tuple(kv_cache_config.prefix_cacheable_group_ids)
         if not ids:
             raise ConfigError("kv_connector", "this model has no KV cache whose blocks could be found again")
-        if kv_cache_config.has_mamba_layers:
-            raise ConfigError("kv_connector", "this model has a recurrent state, which aoffload cannot cache yet")
         found = [
             _group(number, kv_cache_config.kv_cache_groups[number].kv_cache_spec, num_context_ranks) for number in ids
         ]
@@ -37,9 +39,21 @@ class CachedGroups:
     def block_sizes(self) -> tuple[int, ...]:
         return tuple(group.block_size for group in self.groups)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether some of these layers are recurrent."""
+        return any(group.is_recurrent for group in self.groups)
+
     def tables(self, block_tables: Sequence[Any]) -> list[Any]:
         """From a list with one table per group of vLLM, select the tables of these groups."""
         return [block_tables[number] for number in self.ids]
+
+    def sources(self, block_tables: Sequence[Any], checkpoints: Checkpoints = NO_CHECKPOINTS) -> list[Any]:
+        """As `tables`, for a store. The tables of recurrent layers name only the blocks of `checkpoints`."""
+        return [
+            StateTable(checkpoints.get(number, {}), group.block_size) if group.is_recurrent else block_tables[number]
+            for number, group in zip(self.ids, self.groups, strict=True)
+        ]
 
 
 def _group(number: int, spec: Any, num_context_ranks: int) -> KVCacheGroup:
@@ -48,7 +62,7 @@ def _group(number: int, spec: Any, num_context_ranks: int) -> KVCacheGroup:
     kind = get_kv_cache_spec_kind(spec).value
     # Layers with unequal pages have a spec each. vLLM gives workers all of them, and the scheduler the first one.
     layer = next(iter(spec.kv_cache_specs.values())) if hasattr(spec, "kv_cache_specs") else spec
-    attention: FullAttention | SlidingWindow | ChunkedLocal
+    attention: FullAttention | SlidingWindow | ChunkedLocal | RecurrentState
     if kind in ("full_attention", "mla_attention", "sink_full_attention"):
         attention = FullAttention()
     elif kind in ("sliding_window", "sliding_window_mla"):
@@ -56,7 +70,20 @@ def _group(number: int, spec: Any, num_context_ranks: int) -> KVCacheGroup:
         attention = SlidingWindow(get_kv_cache_spec_sliding_window(spec) + layer.extra_retained_tokens)
     elif kind == "chunked_local_attention":
         attention = ChunkedLocal(layer.attention_chunk_size)
+    elif kind == "mamba":
+        _check_states(layer)
+        attention = RecurrentState()
     else:
         raise ConfigError("kv_connector", f"KV cache group {number} has the kind {kind}, which aoffload does not know")
     block_size = spec.block_size * (num_context_ranks if spec.dcp_sharded else 1)
     return KVCacheGroup(f"group-{number}", attention, block_size)
+
+
+def _check_states(layer: Any) -> None:
+    """Refuse states that vLLM does not cache as checkpoints. `refusals` finds both before the weights are loaded, unless
+    a model chooses for itself."""
+    if layer.mamba_cache_mode != "align":
+        problem = f"has to be align for recurrent layers, because a hit needs their states (got {layer.mamba_cache_mode})"
+        raise ConfigError("mamba_cache_mode", f"{problem}. Start with --mamba-cache-mode align")
+    if layer.num_speculative_blocks:
+        raise ConfigError("speculative_config", f"{NO_DRAFTS_WITH_STATES}. Start without --speculative-config")

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ from .hints import EngineHints, given_by
 from .lower import Lower
 from .messages import NOTHING, AdapterUse, Commands, FirstForward, LoadReport, Outbox, Reports, TieredOutbox
 from .requests import EngineRequest, Keys, Wait
+from .states import NO_CHECKPOINTS, Checkpoints, handed_over, move_junction
 from .weights import WeightVersion
 
 
@@ -172,6 +173,9 @@ class SchedulerSide:
             match = self.lower.fetched(found, match)
         if match.is_pending:
             return None
+        if self._groups.has_states:
+            assert found.record is not None, "a match without a record"
+            move_junction(request, self.ledger.branch(found.record))
         match = self.steps.chosen(found, match)
         if found.use is not None and len(self._groups.ids) > 1 and self.adapters.may_evict:
             return 0  # vLLM could not discard the result of a forward over loaded KV
@@ -286,7 +290,8 @@ class SchedulerSide:
             if found is not None and not found.has_asked_again:
                 found.leave(self.ledger, "preempted")
         plans, self._loads = self._loads, []
-        plans += self._plan_stores(output.num_scheduled_tokens)
+        handed = handed_over(output) if self._groups.has_states else {}
+        plans += self._plan_stores(output.num_scheduled_tokens, handed)
         if plans:
             self._queue.submit(plans)
         if self._competes:
@@ -318,9 +323,11 @@ class SchedulerSide:
         self._uses = {job_id: use for job_id, use in uses.items() if job_id in unsettled}
         return attrs.evolve(commands, uses={job_id: uses[job_id] for job_id in leaving}, forwards=forwards)
 
-    def _plan_stores(self, num_scheduled_tokens: dict[str, int]) -> list[TransferPlan]:
-        """Offer the blocks that earlier steps have deferred, and those that this step computes. The copies start after
-        the forward of this step, and so after every earlier one."""
+    def _plan_stores(
+        self, num_scheduled_tokens: dict[str, int], handed: Mapping[str, Checkpoints]
+    ) -> list[TransferPlan]:
+        """Offer the blocks that earlier steps have deferred, and those that this step computes, with the checkpoints
+        `handed` over by vLLM. The copies start after the forward of this step, and so after every earlier one."""
         plans = [*self.ledger.offer_deferred()]
         for plan in plans:
             found = self.requests.get(self.ledger.jobs.unsettled[plan.job_id].request_id)
@@ -339,12 +346,14 @@ class SchedulerSide:
             if found.has_to_be_compared:
                 self._compare(found)
             num_computed = engine.num_computed_tokens + num_scheduled
-            if num_computed < found.next_offer:
+            checkpoints = handed.get(request_id, NO_CHECKPOINTS)
+            if num_computed < found.next_offer and not checkpoints:
                 continue
             num_computed = found.committed(num_computed)
-            if num_computed // self._unit > found.offered_stop:
+            if num_computed // self._unit > found.offered_stop or checkpoints:
                 found.offers_up_to(num_computed // self._unit, self._unit)
-                offered = self.ledger.offer(found.record, num_computed, self._tables_of(found), found.new_tokens())
+                tables = self._sources_of(found, checkpoints)
+                offered = self.ledger.offer(found.record, num_computed, tables, found.new_tokens())
                 self._note(found, offered)
                 plans += offered
         return plans
@@ -369,6 +378,11 @@ class SchedulerSide:
     def _tables_of(self, found: EngineRequest) -> list[BlockTable]:
         blocks = self._manager.get_blocks(found.request_id).blocks
         return [BlockTable(blocks[number]) for number in self._groups.ids]
+
+    def _sources_of(self, found: EngineRequest, checkpoints: Checkpoints) -> list[Any]:
+        """The tables of an offer."""
+        tables = [BlockTable(blocks) for blocks in self._manager.get_blocks(found.request_id).blocks]
+        return self._groups.sources(tables, checkpoints)
 
     # -- copies that have ended -----------------------------------------------------------------------------------
 
@@ -467,7 +481,7 @@ class SchedulerSide:
             given = given_by(request)
             return self.hints.finish(request, given, None, {}) if given else None
         if found.is_running and found.offered_stop >= 0 and found.wait is Wait.NONE:
-            self._offer_last(found, self._groups.tables(block_ids))
+            self._offer_last(found, self._groups.sources(block_ids))
         found.leave(self.ledger, "closed_early")
         if found.engine.lora_request is None and found.request_id in self.ledger.deferred_requests:
             self._ended[found.request_id] = found.engine.block_hashes
