@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from aoffload import ChunkedLocal, FullAttention, KVCacheGroup, SlidingWindow
 
 from .._config.groups import RecurrentState
 from ..errors import ConfigError
-from .states import NO_CHECKPOINTS, Checkpoints, StateTable
+from .states import NO_CHECKPOINTS, Checkpoints, LastOfEach, StateTable
 
 NO_DRAFTS_WITH_STATES = "does not go with recurrent layers: their states would be those of drafts that may be rejected"
 
@@ -23,6 +24,9 @@ class CachedGroups:
     ids: tuple[int, ...]
     """vLLM's number of each group."""
     groups: tuple[KVCacheGroup, ...]
+    """A group of recurrent layers has one block for each unit, the one that ends with the unit."""
+    _sizes: tuple[int, ...]
+    """Tokens per block in vLLM's tables."""
 
     @classmethod
     def of(cls, kv_cache_config: Any, num_context_ranks: int) -> CachedGroups:
@@ -33,7 +37,11 @@ class CachedGroups:
         found = [
             _group(number, kv_cache_config.kv_cache_groups[number].kv_cache_spec, num_context_ranks) for number in ids
         ]
-        return cls(ids, tuple(found))
+        unit = math.lcm(*[group.block_size for group in found])
+        sizes = tuple([group.block_size for group in found])
+        # A hit ends at a whole unit, so a state inside a unit would never be read.
+        of_units = [attrs.evolve(group, block_size=unit) if group.is_recurrent else group for group in found]
+        return cls(ids, tuple(of_units), sizes)
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -46,7 +54,11 @@ class CachedGroups:
 
     def tables(self, block_tables: Sequence[Any]) -> list[Any]:
         """From a list with one table per group of vLLM, select the tables of these groups."""
-        return [block_tables[number] for number in self.ids]
+        found = []
+        for number, group, size in zip(self.ids, self.groups, self._sizes, strict=True):
+            table = block_tables[number]
+            found.append(table if group.block_size == size else LastOfEach(table, group.block_size // size))
+        return found
 
     def sources(self, block_tables: Sequence[Any], checkpoints: Checkpoints = NO_CHECKPOINTS) -> list[Any]:
         """As `tables`, for a store. The tables of recurrent layers name only the blocks of `checkpoints`."""

@@ -352,7 +352,7 @@ class SchedulerSide:
             num_computed = found.committed(num_computed)
             if num_computed // self._unit > found.offered_stop or checkpoints:
                 found.offers_up_to(num_computed // self._unit, self._unit)
-                tables = self._sources_of(found, checkpoints)
+                tables = self._groups.sources(self._all_tables_of(found), checkpoints)
                 offered = self.ledger.offer(found.record, num_computed, tables, found.new_tokens())
                 self._note(found, offered)
                 plans += offered
@@ -375,14 +375,12 @@ class SchedulerSide:
             loaded = tables[0][found.num_local // size : found.engine.num_computed_tokens // size]
             self._forwards.append(FirstForward(found.use, tuple(loaded)))
 
-    def _tables_of(self, found: EngineRequest) -> list[BlockTable]:
-        blocks = self._manager.get_blocks(found.request_id).blocks
-        return [BlockTable(blocks[number]) for number in self._groups.ids]
+    def _all_tables_of(self, found: EngineRequest) -> list[BlockTable]:
+        """One for each group of vLLM."""
+        return [BlockTable(blocks) for blocks in self._manager.get_blocks(found.request_id).blocks]
 
-    def _sources_of(self, found: EngineRequest, checkpoints: Checkpoints) -> list[Any]:
-        """The tables of an offer."""
-        tables = [BlockTable(blocks) for blocks in self._manager.get_blocks(found.request_id).blocks]
-        return self._groups.sources(tables, checkpoints)
+    def _tables_of(self, found: EngineRequest) -> list[Any]:
+        return self._groups.tables(self._all_tables_of(found))
 
     # -- copies that have ended -----------------------------------------------------------------------------------
 

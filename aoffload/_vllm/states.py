@@ -53,6 +53,23 @@ class StateTable(Sequence[int]):
         return self._blocks.get(at, 0)
 
 
+class LastOfEach(Sequence[int]):
+    """The last block of each `number` blocks of `table`: the states at which a hit may end."""
+
+    __slots__ = ("_number", "_table")
+
+    def __init__(self, table: Sequence[int], number: int) -> None:
+        self._table, self._number = table, number
+
+    def __len__(self) -> int:
+        return len(self._table) // self._number
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self[place] for place in range(*at.indices(len(self)))]
+        return self._table[(at + 1) * self._number - 1]
+
+
 def handed_over(output: Any) -> dict[str, Checkpoints]:
     """The checkpoints that vLLM hands over with the step `output`, by request."""
     state = output.kv_connector_block_state
