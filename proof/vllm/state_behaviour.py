@@ -11,6 +11,7 @@ import copy
 import hashlib
 import random
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -41,9 +43,11 @@ NUM_STATE_GROUPS = 2
 PATIENCE = 3_000
 """A scheduler that needs more steps hangs."""
 STATE = MambaSpec(
-    block_size=BLOCK, shapes=((3, 64), (2, 16, 16)), dtypes=(torch.bfloat16, torch.float32), mamba_cache_mode="align"
-)
-"""That of a Mamba 2 layer: the last inputs of its convolution, and two heads of 16 by 16."""
+    block_size=BLOCK, shapes=((3, 64), (2, 16, 16)), dtypes=(torch.bfloat16, torch.float32), mamba_cache_mode="align",
+    num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1,
+)  # fmt: skip
+"""That of a Mamba 2 layer: the last inputs of its convolution, and two heads of 16 by 16. Mamba 2 writes the state of
+the prompt's last whole block from inside a chunk; a gated delta net has its chunk end there instead."""
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 16, "dtype": torch.float16}
 PAGE_BYTES = BLOCK * 16 * 2 * 2
 assert STATE.page_size_bytes <= PAGE_BYTES
@@ -66,20 +70,29 @@ class World:
         hash_block_size: int = BLOCK,
         most_tokens: int = 256,
         fails: bool = False,
+        num_context_ranks: int = 1,
+        cuts: bool = False,
         **extra: Any,
     ) -> None:
-        """`hash_block_size`: smaller than a block, vLLM's own cache hits inside blocks. `fails`: every second load."""
+        """`hash_block_size`: smaller than a block, vLLM's own cache hits inside blocks. `fails`: every second load.
+        `num_context_ranks`: ranks that share a block of full attention, so that it has so many times the tokens.
+        `cuts`: layers as those of a gated delta net."""
         self.rng, self.fails = random.Random(seed), fails
         config = copy.deepcopy(config)
         config.kv_transfer_config = type(config.kv_transfer_config)(
             **OURS | {"kv_connector_extra_config": {"num_host_blocks": 600, **extra}}
         )
+        config.parallel_config.decode_context_parallel_size = num_context_ranks
+        self.full_size = BLOCK * num_context_ranks
         cache = config.cache_config
         cache.block_size, cache.mamba_block_size, cache.mamba_cache_mode = BLOCK, BLOCK, "align"
         cache.prefix_cache_retention_interval, cache.num_gpu_blocks = interval, num_blocks
         config.scheduler_config.max_num_batched_tokens = most_tokens
         config.scheduler_config.max_num_scheduled_tokens = most_tokens
-        padded = type(STATE)(**{**vars(STATE), "page_size_padded": PAGE_BYTES})
+        self.spec = padded = replace(STATE, page_size_padded=PAGE_BYTES)
+        if cuts:
+            self.spec = padded = replace(padded, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
+        self.hash_block_size = hash_block_size
         specs = [*[padded] * NUM_STATE_GROUPS, FullAttentionSpec(block_size=BLOCK, **HEADS)]
         stride = PAGE_BYTES * num_blocks
         tensors = [
@@ -90,7 +103,7 @@ class World:
         described = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
         described.prefix_cache_retention_interval = interval
         self.scheduler = Scheduler(
-            config, described, StructuredOutputManager(config), block_size=BLOCK, hash_block_size=hash_block_size
+            config, described, StructuredOutputManager(config), block_size=self.full_size, hash_block_size=hash_block_size
         )
         self.hasher = get_request_block_hasher(hash_block_size, sha256)
         self.connector = self.scheduler.connector
@@ -101,7 +114,7 @@ class World:
         self.late: deque[tuple[int, TransferPlan]] = deque()
         self.columns: dict[str, int] = {}
         """By request, the place of its running state in its tables."""
-        self.num_steps = self.num_loads = self.num_preemptions = 0
+        self.num_steps = self.num_loads = self.num_preemptions = self.num_checkpoints = 0
         self.cached: dict[str, int] = {}
 
     # -- requests -------------------------------------------------------------------------------------------------
@@ -176,14 +189,26 @@ class World:
             if before >= 0:
                 assert self.memory.get(table[before]) == (start, digests[start]), f"{name} reads a wrong state"
             self.memory[table[after]] = (stop, digests[stop])
-        for first in range(0, stop, BLOCK):
-            block_id, num_old = full[first // BLOCK], max(0, min(start - first, BLOCK))
-            of_block = digests[first + 1 : min(first + BLOCK, stop) + 1]
+            self._write_checkpoint(table, start, stop, digests)
+        size = self.full_size
+        for first in range(0, stop, size):
+            block_id, num_old = full[first // size], max(0, min(start - first, size))
+            of_block = digests[first + 1 : min(first + size, stop) + 1]
             if num_old:
                 assert self.memory[block_id][:num_old] == of_block[:num_old], f"{name} reads wrong KV"
             if num_old < len(of_block):
                 self.memory[block_id] = of_block
         return [digests[stop][0]] if stop == request.num_tokens else []
+
+    def _write_checkpoint(self, table: list[int], start: int, stop: int, digests: list[bytes]) -> None:
+        """The state from inside the chunk, where vLLM's own rule for the worker has it."""
+        (offset,), (column,) = compute_mamba_prefill_checkpoints(
+            [stop], [stop - start], self.hash_block_size, BLOCK, self.spec.prefill_checkpoint_alignment, False,
+            self.scheduler.kv_cache_manager.coordinator._cache_hit_alignment_tokens,
+        )  # fmt: skip
+        if offset and table[column]:
+            self.memory[table[column]] = (start + offset, digests[start + offset])
+            self.num_checkpoints += 1
 
     def _digests_of(self, request: Request) -> list[bytes]:
         """For each token, the digest of all tokens up to it; one before the first."""
@@ -216,10 +241,11 @@ def words(seed: str, number: int) -> list[int]:
     return [drawn.randrange(500) for _ in range(number)]
 
 
+@pytest.mark.parametrize("cuts", [False, True])
 @pytest.mark.parametrize("interval", [0, None])
-def test_a_state_returns_from_host_memory(config: VllmConfig, interval: int | None) -> None:
+def test_a_state_returns_from_host_memory(config: VllmConfig, interval: int | None, cuts: bool) -> None:
     """With the KV before it, up to the last whole block of the prompt."""
-    world = World(config, 200, interval=interval)
+    world = World(config, 200, interval=interval, cuts=cuts)
     first = words("first", 1000)
     assert world.serve({"first": first}) == [0]
     world.forget()
@@ -227,15 +253,17 @@ def test_a_state_returns_from_host_memory(config: VllmConfig, interval: int | No
     assert world.num_loads
 
 
-def test_prompts_that_part_hit_what_they_share(config: VllmConfig) -> None:
+@pytest.mark.parametrize("cuts", [False, True])
+def test_prompts_that_part_hit_what_they_share(config: VllmConfig, cuts: bool) -> None:
     """Host memory knows the shared tokens of the first prompt, and no state at their end. The second prompt leaves a
     state there, although vLLM's own cache has forgotten the first."""
-    world, shared = World(config, 200), words("shared", 700)
+    world, shared = World(config, 200, cuts=cuts), words("shared", 700)
     hits = []
     for number in range(4):
         hits += world.serve({f"user {number}": [*shared, *words(f"{number}", 300)]})
         world.forget()
     assert hits == [0, 0, 640, 640]
+    assert bool(world.num_checkpoints) != cuts
 
 
 def test_no_state_is_read_that_belongs_to_other_tokens(config: VllmConfig) -> None:
@@ -247,17 +275,18 @@ def test_no_state_is_read_that_belongs_to_other_tokens(config: VllmConfig) -> No
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("hash_block_size", [BLOCK, 16])
+@pytest.mark.parametrize(("hash_block_size", "num_context_ranks"), [(BLOCK, 1), (16, 1), (BLOCK, 2)])
 @pytest.mark.parametrize("interval", [0, 2 * BLOCK, None])
 def test_every_read_finds_its_own_state(
-    config: VllmConfig, interval: int | None, hash_block_size: int, fails: bool
+    config: VllmConfig, interval: int | None, hash_block_size: int, num_context_ranks: int, fails: bool
 ) -> None:
     """Conversations at once in a pool so small that they preempt each other, while copies run late."""
     num_cached = num_loads = num_preemptions = 0
-    for seed in range(3):
+    for seed in range(4):
         world = World(
-            config, 45, seed=seed, interval=interval, hash_block_size=hash_block_size, fails=fails, most_tokens=192
-        )
+            config, 45, seed=seed, interval=interval, hash_block_size=hash_block_size, fails=fails, most_tokens=192,
+            num_context_ranks=num_context_ranks, cuts=seed == 3,
+        )  # fmt: skip
         said = {talk: words(f"{seed} {talk % 3}", 150 + 90 * (talk % 3)) for talk in range(6)}
         for turn in range(4):
             prompts = {}
@@ -280,7 +309,7 @@ def test_modes_without_checkpoints_are_refused(config: VllmConfig) -> None:
     from aoffload._vllm.groups import CachedGroups
 
     for change, argument in (({"mamba_cache_mode": "none"}, "mamba_cache_mode"), ({"num_speculative_blocks": 1}, "speculative_config")):
-        spec = type(STATE)(**{**vars(STATE), **change})
+        spec = replace(STATE, **change)
         described = SimpleNamespace(
             kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], prefix_cacheable_group_ids=(0,)
         )
