@@ -275,7 +275,9 @@ class EngineMatches:
         start = stop = request.engine_tokens // layout.unit_tokens
         if request.epoch != self.cache.epoch or not self.device.may_load:
             return start
-        for run, agreed in self.cache.index.walk(request.sequence, (request.sequence.num_tokens - 1) // layout.unit_tokens):
+        for run, agreed in self.cache.index.walk(
+            request.sequence, (request.sequence.num_tokens - 1) // layout.unit_tokens
+        ):
             path.append(run)
             stop = agreed
         return max(start, present_stop(path, BELOW, start, stop))

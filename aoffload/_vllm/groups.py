@@ -91,11 +91,20 @@ def _group(number: int, spec: Any, num_context_ranks: int) -> KVCacheGroup:
     return KVCacheGroup(f"group-{number}", attention, block_size)
 
 
+def check_mode(mode: object) -> None:
+    """Refuse modes of vLLM in which no state of a whole block is kept, or of which nothing says where it is."""
+    if mode != "align":
+        problem = f'must be "align" for a model with recurrent layers, because a hit needs their states (got {mode!r})'
+        raise ConfigError("mamba_cache_mode", f"{problem}. Start with --mamba-cache-mode align")
+
+
 def _check_states(layer: Any) -> None:
-    """Refuse states that vLLM does not cache as checkpoints. `refusals` finds both before the weights are loaded, unless
-    a model chooses for itself."""
+    """Refuse states that vLLM does not cache as checkpoints. `refusals` finds both before the weights are loaded,
+    unless a model chooses for itself."""
     if layer.mamba_cache_mode != "align":
-        problem = f"has to be align for recurrent layers, because a hit needs their states (got {layer.mamba_cache_mode})"
+        problem = (
+            f"has to be align for recurrent layers, because a hit needs their states (got {layer.mamba_cache_mode})"
+        )
         raise ConfigError("mamba_cache_mode", f"{problem}. Start with --mamba-cache-mode align")
     if layer.num_speculative_blocks:
         raise ConfigError("speculative_config", f"{NO_DRAFTS_WITH_STATES}. Start without --speculative-config")

@@ -27,7 +27,7 @@ from .._tiers.disk.files import check_directory
 from .._transfer.backends.cuda.page_locked import memory_limit
 from ..errors import ConfigError
 from .drafts import model_paths
-from .groups import NO_DRAFTS_WITH_STATES
+from .groups import NO_DRAFTS_WITH_STATES, check_mode
 from .internals import tells_of_sleep
 from .internals import version as vllm_version
 from .settings import BYTES, event_media, given_namespace, offload_config
@@ -129,10 +129,7 @@ def _check_engine(vllm_config: Any) -> None:
 
 def _check_recurrent(vllm_config: Any) -> None:
     """Of a model with recurrent layers. vLLM itself turns its cache mode to `align` with prefix caching."""
-    mode = vllm_config.cache_config.mamba_cache_mode
-    if mode != "align":
-        problem = f'must be "align" for a model with recurrent layers, because a hit needs their states (got {mode!r})'
-        raise ConfigError("mamba_cache_mode", f"{problem}. Start with --mamba-cache-mode align")
+    check_mode(vllm_config.cache_config.mamba_cache_mode)
     if vllm_config.speculative_config is not None:
         raise ConfigError("speculative_config", f"{NO_DRAFTS_WITH_STATES}. Start without --speculative-config")
 

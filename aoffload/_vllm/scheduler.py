@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ from .hints import EngineHints, given_by
 from .lower import Lower
 from .messages import NOTHING, AdapterUse, Commands, FirstForward, LoadReport, Outbox, Reports, TieredOutbox
 from .requests import EngineRequest, Keys, Wait
-from .states import NO_CHECKPOINTS, Checkpoints, handed_over, move_junction
+from .states import NO_CHECKPOINTS, handed_over, move_junction
 from .weights import WeightVersion
 
 
@@ -290,8 +290,7 @@ class SchedulerSide:
             if found is not None and not found.has_asked_again:
                 found.leave(self.ledger, "preempted")
         plans, self._loads = self._loads, []
-        handed = handed_over(output) if self._groups.has_states else {}
-        plans += self._plan_stores(output.num_scheduled_tokens, handed)
+        plans += self._plan_stores(output)
         if plans:
             self._queue.submit(plans)
         if self._competes:
@@ -323,11 +322,9 @@ class SchedulerSide:
         self._uses = {job_id: use for job_id, use in uses.items() if job_id in unsettled}
         return attrs.evolve(commands, uses={job_id: uses[job_id] for job_id in leaving}, forwards=forwards)
 
-    def _plan_stores(
-        self, num_scheduled_tokens: dict[str, int], handed: Mapping[str, Checkpoints]
-    ) -> list[TransferPlan]:
+    def _plan_stores(self, output: Any) -> list[TransferPlan]:
         """Offer the blocks that earlier steps have deferred, and those that this step computes, with the checkpoints
-        `handed` over by vLLM. The copies start after the forward of this step, and so after every earlier one."""
+        that vLLM hands over. The copies start after the forward of this step, and so after every earlier one."""
         plans = [*self.ledger.offer_deferred()]
         for plan in plans:
             found = self.requests.get(self.ledger.jobs.unsettled[plan.job_id].request_id)
@@ -336,7 +333,8 @@ class SchedulerSide:
         if self._ended:
             deferred = self.ledger.deferred_requests
             self._ended = {request_id: hashes for request_id, hashes in self._ended.items() if request_id in deferred}
-        for request_id, num_scheduled in num_scheduled_tokens.items():
+        handed = handed_over(output) if self._groups.has_states else {}
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
             found = self.requests.get(request_id)
             if found is not None and found.is_late and found.use is not None:
                 self._admit_late(found)

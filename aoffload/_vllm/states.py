@@ -7,16 +7,17 @@ other group, and a block holds one state:
     checkpoint       a block whose last forward ended exactly at the end of the block. It is not written again
     null             every other place. vLLM frees the states before the running one
 
-A table does not tell a checkpoint from a running state, and vLLM moves and frees blocks of the table at any time. So the
-connector reads states only from the blocks that vLLM hands over with a step. They hold their checkpoints once the
-forward of that step is over, and vLLM may reuse them from the next step on unless a copy holds them.
+A table does not tell the position of a state. Some layers (Mamba 2) also write the state of a position inside a chunk,
+and with hits inside blocks that position may be inside a block. So the connector reads states only from the blocks that
+vLLM hands over with a step, each with its position. They hold their checkpoints once the forward of that step is over.
+vLLM may reuse them from the next step on, unless a copy holds them.
 
 A load needs one block of each group: the one that ends with the last loaded token. vLLM allocates it, with null blocks
 before it, and continues from its state.
 
-vLLM ends a chunk of a prompt at the last whole block of the prompt, and at the junction: the place where the prompt
-leaves those that vLLM's own cache knows. Both become checkpoints. vLLM's own cache may have forgotten a prompt that host
-memory still knows, so the connector may move the junction.
+vLLM makes two checkpoints of a prompt: at its last whole block, and at the junction, where the prompt leaves those that
+vLLM's own cache knows. vLLM's own cache may have forgotten a prompt that host memory still knows, so the connector may
+move the junction.
 """
 
 from __future__ import annotations
@@ -85,6 +86,6 @@ def handed_over(output: Any) -> dict[str, Checkpoints]:
 
 
 def move_junction(request: Any, num_tokens: int) -> None:
-    """Have vLLM make a checkpoint at token `num_tokens` of `request`, where host memory has KV and no state. The deepest
-    junction wins, because vLLM keeps one for each request."""
+    """Have vLLM make a checkpoint at token `num_tokens` of `request`, where host memory has KV and no state. The
+    deepest junction wins, because vLLM keeps one for each request."""
     request.shared_prefix_boundary = max(request.shared_prefix_boundary, num_tokens)

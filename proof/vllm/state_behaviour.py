@@ -103,7 +103,11 @@ class World:
         described = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
         described.prefix_cache_retention_interval = interval
         self.scheduler = Scheduler(
-            config, described, StructuredOutputManager(config), block_size=self.full_size, hash_block_size=hash_block_size
+            config,
+            described,
+            StructuredOutputManager(config),
+            block_size=self.full_size,
+            hash_block_size=hash_block_size,
         )
         self.hasher = get_request_block_hasher(hash_block_size, sha256)
         self.connector = self.scheduler.connector
@@ -308,7 +312,10 @@ def test_modes_without_checkpoints_are_refused(config: VllmConfig) -> None:
     from aoffload import ConfigError
     from aoffload._vllm.groups import CachedGroups
 
-    for change, argument in (({"mamba_cache_mode": "none"}, "mamba_cache_mode"), ({"num_speculative_blocks": 1}, "speculative_config")):
+    for change, argument in (
+        ({"mamba_cache_mode": "none"}, "mamba_cache_mode"),
+        ({"num_speculative_blocks": 1}, "speculative_config"),
+    ):
         spec = replace(STATE, **change)
         described = SimpleNamespace(
             kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], prefix_cacheable_group_ids=(0,)

@@ -12,9 +12,9 @@ from .bench import LARGE_POOL, Bench, Scenario, Talks, run_part
 from .engines import Engine, Served
 from .models import QWEN3_NEXT
 from .outputs import digest
-from .prompts import users, words
+from .prompts import users
 from .rows import Row
-from .transfers import faulty
+from .transfers import PEER, faulty
 
 __all__ = ["SCENARIOS"]
 
@@ -56,10 +56,12 @@ def shared(bench: Bench) -> Row:
     prompts = users(NUM_USERS, NUM_SHARED, QUESTION)
     reference = _one_by_one(bench, prompts)
     served = _one_by_one(bench, prompts, faulty("Counted", verify=True))
-    hits = [served.answers[name].num_cached_tokens for name in prompts]
-    row = Bench(bench.model, reference=reference).judge(
-        f"{NAME}{NUM_USERS} users of a system prompt", served, f"by user {' '.join(map(str, hits))}"
+    hits, theirs = (
+        [found.answers[name].num_cached_tokens for name in prompts]
+        for found in (served, _one_by_one(bench, prompts, PEER))
     )
+    about = f"by user {' '.join(map(str, hits))}; the peer finds {' '.join(map(str, theirs))}"
+    row = Bench(bench.model, reference=reference).judge(f"{NAME}{NUM_USERS} users of a system prompt", served, about)
     return row.missed("" if hits == [0, 0, *[NUM_SHARED] * (NUM_USERS - 2)] else "other hits than the system prompt")
 
 
