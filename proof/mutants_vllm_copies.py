@@ -188,7 +188,7 @@ GROUPED = (
         '    if mode != "align":\n',
         "    if not mode:\n",
         "what cannot be cached is refused at the start",
-        test=f"{OF_STATES}test_states_that_are_no_checkpoints_are_refused_before_the_weights",
+        test=f"{OF_STATES}test_what_cannot_work_with_states_is_refused_before_the_weights",
     ),
     Mutant(
         "vLLM: states read from the table of a request",

@@ -132,6 +132,8 @@ def _check_recurrent(vllm_config: Any) -> None:
     check_mode(vllm_config.cache_config.mamba_cache_mode)
     if vllm_config.speculative_config is not None:
         raise ConfigError("speculative_config", f"{NO_DRAFTS_WITH_STATES}. Start without --speculative-config")
+    if (vllm_config.kv_transfer_config.kv_connector_extra_config or {}).get("remote"):
+        raise ConfigError("remote", "keeps full attention only, and this model has recurrent layers. Use a `disk`")
 
 
 def _check_memory(extra: Mapping[str, Any]) -> None:

@@ -6,6 +6,8 @@ at a time. A hit computes again from a place where the reference has ended a chu
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 from .bench import LARGE_POOL, Bench, Scenario, Talks, run_part
@@ -15,6 +17,7 @@ from .outputs import digest
 from .prompts import users
 from .rows import Row
 from .transfers import PEER, faulty
+from .transfers import ours as of_tiers
 
 __all__ = ["SCENARIOS"]
 
@@ -24,6 +27,10 @@ NUM_USERS, NUM_SHARED = 5, 640
 QUESTION = range(100, 200)
 NAME = "states: "
 TALKS = Talks(number=4, num_turns=4)
+DISK = Path("build/vllm/states_disk")
+NUM_HOST_BLOCKS = 40
+WARM = 0.5
+"""Of the prompt tokens of a second engine, at least so many are cached."""
 
 
 def ours(bench: Bench) -> Row:
@@ -89,6 +96,29 @@ def half_fail(bench: Bench) -> Row:
     return row.missed("" if transport.num_failed_loads else "nothing was loaded")
 
 
+def disk(bench: Bench) -> Row:
+    """Host memory holds a part of the conversations. A second engine takes their last turn up from the disk that the
+    first one has left, with the same tokens."""
+    path, last = DISK.resolve(), TALKS.num_turns - 1
+    shutil.rmtree(path, ignore_errors=True)
+    transfer = of_tiers(host_bytes=None, num_host_blocks=NUM_HOST_BLOCKS, max_fetch_share=0.5, disk={
+        "path": str(path), "size": "64MiB",
+    })  # fmt: skip
+    with bench.engine(POOL, transfer) as engine:
+        served = bench.talk(engine, rests=True)
+    with bench.engine(POOL, transfer) as engine:
+        engine.rest()
+        engine.serve(bench.turn(last), TALKS.num_new_tokens)
+        again = engine.rest()
+    expected = {name: bench.reference.answers[name] for name in again.answers}
+    warm = again.num_cached_tokens / again.num_prompt_tokens
+    row = _same_tokens(bench, f"{NAME}a disk", served, f"{warm:.0%} of the second engine's prompt tokens cached")
+    return row.missed(
+        "" if digest(again.answers) == digest(expected) else "the second engine has other tokens",
+        "" if warm >= WARM else "the second engine did not start warm", *again.problems,
+    )  # fmt: skip
+
+
 def lost(bench: Bench) -> Row:
     """The states in host memory are zeroed, and nothing checks them: outputs have to hang on them."""
     with bench.engine(POOL, faulty("Counted")) as engine:
@@ -137,6 +167,7 @@ SCENARIOS = (
     Scenario("shared", shared, is_short=True),
     Scenario("every load fails", all_fail, is_short=True),
     Scenario("half", half_fail),
+    Scenario("disk", disk, is_short=True),
     Scenario("zeroed", lost, is_short=True),
     Scenario("preemption", preemption, is_short=True),
 )

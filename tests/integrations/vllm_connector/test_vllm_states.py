@@ -112,8 +112,8 @@ def test_the_identity_of_a_disk_has_all_parts_of_a_state() -> None:
 # -- refusals -----------------------------------------------------------------------------------------------------
 
 
-def recurrent(mode: str = "align", drafts: Any = None) -> Any:
-    config = vllm_config(drafts=drafts)
+def recurrent(mode: str = "align", drafts: Any = None, **extra: Any) -> Any:
+    config = vllm_config(drafts=drafts, **extra)
     config.model_config.is_hybrid, config.cache_config.mamba_cache_mode = True, mode
     return config
 
@@ -123,12 +123,16 @@ DRAFTS = SimpleNamespace(num_ahead=0, use_eagle=lambda: False, draft_model_confi
 
 @pytest.mark.parametrize(
     ("config", "argument"),
-    [(recurrent("all"), "mamba_cache_mode"), (recurrent(drafts=DRAFTS), "speculative_config")],
+    [
+        (recurrent("all"), "mamba_cache_mode"),
+        (recurrent(drafts=DRAFTS), "speculative_config"),
+        (recurrent(remote={"url": "redis://127.0.0.1:1"}), "remote"),
+    ],
 )
-def test_states_that_are_no_checkpoints_are_refused_before_the_weights(config: Any, argument: str) -> None:
+def test_what_cannot_work_with_states_is_refused_before_the_weights(config: Any, argument: str) -> None:
     """By the name of the option, with a way out."""
     VllmConfig(recurrent())
-    with pytest.raises(ConfigError, match="Start with") as caught:
+    with pytest.raises(ConfigError, match="Start with|Use a") as caught:
         VllmConfig(config)
     assert caught.value.argument == argument
 
