@@ -16,7 +16,7 @@ from ..._common.extras import needed
 from ..._config.groups import AttentionKind, FullAttention, SlidingWindow
 from ...errors import AoffloadError, ConfigError, InvalidArgument
 from .decoder import DecoderConfig
-from .layers import LayerPlace, group_layers, places_of
+from .layers import LayerGroup, LayerPlace, group_layers, places_of
 from .paged import PagedBatch, paged_attention
 from .proving import AttentionCall, MaskRule, first_line, prove
 
@@ -82,11 +82,14 @@ class TransformersModel:
         self.model = model.eval()
         self._has_row_experts = False
         model.set_attn_implementation(ATTENTION_NAME)
+        self._prove()
+
+    def _prove(self) -> None:
         prove(self)
 
     def _read_config(self, model: Any, text: Any) -> None:
-        _check_supported(model, text)
-        self.groups = group_layers(_attention_kinds(text))
+        _check_supported(model, text, self._needs_backend_flag)
+        self.groups = self._groups_of(text)
         self.places = places_of(self.groups)
         self.vocab_size: int = text.vocab_size
         self.max_positions: int = getattr(text, "max_position_embeddings", None) or MAX_POSITIONS
@@ -94,6 +97,12 @@ class TransformersModel:
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         self._block_shape = (len(self.groups[0].layers), 2, num_kv_heads, head_dim)
+
+    _needs_backend_flag = True
+    """Whether a model must say of itself that its attention goes through transformers' attention interface."""
+
+    def _groups_of(self, text: Any) -> tuple[LayerGroup, ...]:
+        return group_layers(_attention_kinds(text))
 
     @classmethod
     def seeded(cls, name: str, *, seed: int, device: torch.device | str = "cpu") -> TransformersModel:
@@ -196,8 +205,10 @@ class TransformersModel:
             self.model.set_experts_implementation("batched_mm" if each_alone else "grouped_mm")
         return self._run(batch, kv_cache)[0]
 
-    def _run(self, batch: PagedBatch, kv_cache: torch.Tensor) -> tuple[torch.Tensor, dict[int, AttentionCall]]:
-        """The logits, and the attention call of each layer."""
+    def _run(
+        self, batch: PagedBatch, kv_cache: torch.Tensor, **more: Any
+    ) -> tuple[torch.Tensor, dict[int, AttentionCall]]:
+        """The logits, and the attention call of each layer. `more` goes to the model's forward."""
         calls: dict[int, AttentionCall] = {}
         with torch.inference_mode():
             output = self.model(
@@ -209,6 +220,7 @@ class TransformersModel:
                 paged_kv_cache=kv_cache,
                 paged_places=self.places,
                 paged_calls=calls,
+                **more,
             )
             logits: torch.Tensor = output.logits[0].float()
         missing = self.places.keys() - calls.keys()
@@ -217,6 +229,16 @@ class TransformersModel:
         if len(logits) != batch.num_sequences:
             raise ConfigError("model", "gives logits of all tokens where those of the last ones are asked for")
         return logits, calls
+
+
+def serve(model: Any) -> TransformersModel:
+    """Take over `model`, a `PreTrainedModel`, as the kind of `PagedModel` that its layers need.
+
+    Raises `ConfigError` naming `model` if it cannot be served.
+    """
+    from .hybrid import HybridModel, is_hybrid
+
+    return (HybridModel if is_hybrid(model.config.get_text_config()) else TransformersModel)(model)
 
 
 def _attention_function(
@@ -334,9 +356,9 @@ def _end_token_ids(model: Any) -> frozenset[int]:
     return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
 
 
-def _check_supported(model: Any, text: Any) -> None:
+def _check_supported(model: Any, text: Any, needs_backend_flag: bool) -> None:
     """Raise `ConfigError` for a model that would give wrong tokens."""
-    if not getattr(model, "_supports_attention_backend", False):
+    if needs_backend_flag and not getattr(model, "_supports_attention_backend", False):
         raise ConfigError("model", f"{type(model).__name__} doesn't use transformers' attention interface")
     if getattr(text, "use_bidirectional_attention", False):
         raise ConfigError("model", "attends to later tokens, so a cached key depends on more than its prefix")
