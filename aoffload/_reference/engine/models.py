@@ -10,7 +10,7 @@ from ...errors import InvalidArgument
 from .decoder import ONE_BILLION, Decoder, DecoderConfig
 from .paged import PagedModel
 
-MODEL_NAMES = ("tiny", "1b", "llama", "qwen3", "gemma3", "gpt-oss")
+MODEL_NAMES = ("tiny", "1b", "llama", "qwen3", "gemma3", "gpt-oss", "qwen3-next")
 
 
 def load_model(name: str, *, seed: int = 0, device: torch.device | str = "cpu") -> PagedModel:

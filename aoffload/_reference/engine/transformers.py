@@ -6,6 +6,7 @@ is kept between calls. Needs the extra: `pip install 'aoffload[transformers]'`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -51,7 +52,27 @@ _SEEDED: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # Three layers with a recurrent state (gated delta rule), then one with full attention: Qwen3-Next's own pattern.
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        {
+            "num_hidden_layers": 8,
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 192,
+            "shared_expert_intermediate_size": 192,
+            "pad_token_id": None,
+        },
+    ),
 }
+HALF_LIVES = (8.0, 1024.0)
+"""Range of the half-lives of the recurrent states in the seeded models, in tokens, from the first head to the last one.
+With the decay of usual random weights, a state is forgotten after a few tokens, and nobody would notice a lost one."""
 MAX_POSITIONS = 2**31 - 1
 """`max_positions` of models that name no limit."""
 # Attention arguments that paged_attention may ignore. Any other one is refused, because ignoring it would give wrong
@@ -106,7 +127,7 @@ class TransformersModel:
 
     @classmethod
     def seeded(cls, name: str, *, seed: int, device: torch.device | str = "cpu") -> TransformersModel:
-        """`"llama"`, `"qwen3"`, `"gemma3"` or `"gpt-oss"`: the sizes of `DecoderConfig`, random weights in float32."""
+        """A name of `_SEEDED`: the sizes of `DecoderConfig`, random weights in float32."""
         transformers = _import_transformers()
         sizes = DecoderConfig()
         config_class, others = _SEEDED[name]
@@ -129,13 +150,13 @@ class TransformersModel:
         with torch.random.fork_rng(devices=[]):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _draw_weights(model, sizes, seed)
-        has_experts = hasattr(config, "num_local_experts")
+        has_experts = hasattr(config, "num_local_experts") or hasattr(config, "num_experts")
         if has_experts:
             try:
                 model.set_experts_implementation("grouped_mm")
             except ImportError as error:  # this torch is too old for it
                 raise ConfigError("model", f"{name!r} has experts: {error}") from error
-        seeded = cls(model.to(device))
+        seeded = serve(model.to(device))
         seeded._has_row_experts = has_experts
         return seeded
 
@@ -149,28 +170,11 @@ class TransformersModel:
         """
         transformers = _import_transformers()
         try:
-            return cls._of_directory(transformers, directory, device)
+            return _of_directory(transformers, directory, device)
         except AoffloadError:
             raise
         except Exception as error:  # any error of transformers and torch for truncated or wrong files
             raise InvalidArgument("model", f"{directory!r} can't be loaded: {first_line(error)}") from error
-
-    @classmethod
-    def _of_directory(cls, transformers: Any, directory: str, device: torch.device | str) -> TransformersModel:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            directory,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            dtype=torch.float32 if torch.device(device).type == "cpu" else "auto",
-            output_loading_info=True,
-        )
-        if info["missing_keys"]:
-            # Transformers would draw them at random and only warn.
-            raise ConfigError("model", f"{directory!r} lacks weights: {', '.join(sorted(info['missing_keys'])[:3])}…")
-        for weights in model.parameters():
-            weights.data = weights.data.clone()  # mapped from a file they are unaligned, and kernels round differently
-        return cls(model.to(device))
 
     @contextmanager
     def own_attention(self) -> Iterator[None]:
@@ -229,6 +233,23 @@ class TransformersModel:
         if len(logits) != batch.num_sequences:
             raise ConfigError("model", "gives logits of all tokens where those of the last ones are asked for")
         return logits, calls
+
+
+def _of_directory(transformers: Any, directory: str, device: torch.device | str) -> TransformersModel:
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        directory,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        dtype=torch.float32 if torch.device(device).type == "cpu" else "auto",
+        output_loading_info=True,
+    )
+    if info["missing_keys"]:
+        # Transformers would draw them at random and only warn.
+        raise ConfigError("model", f"{directory!r} lacks weights: {', '.join(sorted(info['missing_keys'])[:3])}…")
+    for weights in model.parameters():
+        weights.data = weights.data.clone()  # mapped from a file they are unaligned, and kernels round differently
+    return serve(model.to(device))
 
 
 def serve(model: Any) -> TransformersModel:
@@ -325,11 +346,17 @@ def _draw_weights(model: Any, sizes: DecoderConfig, seed: int) -> None:
         for name, weight in model.named_parameters():
             if "norm" in name:
                 continue
+            if name.endswith("A_log"):
+                # The step is about softplus(0) = log 2, so a state halves in exp(-A_log) tokens.
+                first, last = (-math.log(half_life) for half_life in HALF_LIVES)
+                weight.copy_(torch.linspace(first, last, len(weight)))
+                continue
             if weight is head:
                 std = sizes.logit_std / sizes.hidden_size**0.5
             else:
-                # Sinks compete with scores. If they were as small as the weights, they would all be nearly equal.
-                std = 1.0 if name.endswith("sinks") else sizes.initializer_range
+                # Sinks compete with scores. If they were as small as the weights, they would all be nearly equal. The
+                # weights of a convolution have no sum over many inputs that would make the outputs larger.
+                std = 1.0 if name.endswith(("sinks", "conv1d.weight")) else sizes.initializer_range
             weight.normal_(0.0, std, generator=generator)
 
 
