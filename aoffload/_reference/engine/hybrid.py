@@ -27,7 +27,7 @@ from .layers import LayerGroup, group_layers
 from .paged import PagedBatch, Span
 from .proving import AttentionCall, first_line, ordinary_ids, prove
 from .proving_states import RecurrentProbe, prove_resuming
-from .recurrent import RecurrentSlice, Slot, StateLayout, slots_of
+from .recurrent import Slot, StateLayout, recurrent_slices
 from .transformers import TransformersModel
 
 RECURRENT_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
@@ -46,8 +46,8 @@ def is_hybrid(text: Any) -> bool:
 class HybridModel(TransformersModel):
     """A `PagedModel` around a causal language model with recurrent layers.
 
-    Slices of a batch are `RecurrentSlice`, apart from dummies, whose recurrent layers are not computed. A slice of
-    `n` tokens leaves its slot `n` tokens further. After a forward that raised, the slots of its slices are broken.
+    All slices of a batch are `RecurrentSlice`. A slice of `n` tokens leaves its slot `n` tokens further. After a
+    forward that raised, the slots of its slices are broken.
     """
 
     states: StateLayout
@@ -73,9 +73,7 @@ class HybridModel(TransformersModel):
         self._cache_name = learned.cache_name
         super().__init__(model)
 
-    @property
-    def _needs_backend_flag(self) -> bool:
-        return False  # most of these models lack it, and the proof shows what it promises
+    _needs_backend_flag = False  # most of these models lack it, and the proof shows what it promises
 
     def _prove(self) -> None:
         prove(self, RecurrentProbe)
@@ -91,12 +89,10 @@ class HybridModel(TransformersModel):
     def _run(
         self, batch: PagedBatch, kv_cache: torch.Tensor, **more: Any
     ) -> tuple[torch.Tensor, dict[int, AttentionCall]]:
-        parts = [part for part in batch.slices if isinstance(part, RecurrentSlice)]
-        if len({id(part.slot) for part in parts}) < len(parts):
-            raise ConfigError("slices", "name one slot twice")
+        parts = recurrent_slices(batch.slices)
         for part in parts:
             part.enter(kv_cache)
-        caches = [None if slot is None else self._cache_of(slot) for slot in slots_of(batch.slices)]
+        caches = [None if part.slot is None else self._cache_of(part.slot, part.start) for part in parts]
         packed = PackedStates(list(zip(batch.spans, caches, strict=True)))
         result = super()._run(batch, kv_cache, **more, **{self._cache_name: packed})
         missing = self.mixers.keys() - packed.computed
@@ -109,17 +105,19 @@ class HybridModel(TransformersModel):
 
     def _compute(self, learned: _Learned, mixer: Any, hidden: torch.Tensor, slot: Slot | None) -> torch.Tensor:
         """Call one recurrent module by itself."""
-        output = mixer(hidden, **({} if slot is None else {learned.mixer_cache_name: self._cache_of(slot)}))
+        output = mixer(
+            hidden, **({} if slot is None else {learned.mixer_cache_name: self._cache_of(slot, slot.num_tokens)})
+        )
         found: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return found
 
-    def _cache_of(self, slot: Slot) -> Any:
-        """A cache of transformers whose states are those of `slot`."""
+    def _cache_of(self, slot: Slot, num_tokens: int) -> Any:
+        """A cache of transformers whose states are those of `slot`, at position `num_tokens`."""
         from transformers.cache_utils import Cache, DummyLayer, LinearAttentionLayer
 
         layers: list[Any] = [DummyLayer() for _ in range(max(self.states.layers) + 1)]
         # "At position 0" in the eyes of transformers: the states are unset, and a layer begins anew.
-        has_state = slot.num_tokens != 0
+        has_state = num_tokens > 0
         for piece, view in zip(self.states.pieces, slot.views, strict=True):
             if not isinstance(layers[piece.layer], LinearAttentionLayer):
                 numbers = [each.index for each in self.states.pieces if each.layer == piece.layer]

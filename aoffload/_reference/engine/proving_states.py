@@ -1,8 +1,8 @@
 """Proves that the recurrent layers of a model resume from a checkpoint.
 
 **Each recurrent layer alone.** The layer computes a sequence in one pass, and then in slices. Between two slices its
-state is exported into blocks and imported into a fresh slot. Both results must agree. Models whose scan takes no initial
-state fail here: their state is right, and the next slice ignores it.
+state is exported into blocks and imported into a fresh slot. Both results must agree. Models whose scan takes no
+initial state fail here: their state is right, and the next slice ignores it.
 
 A layer's decay decides how long its state matters. With a fast decay, as in many weights that are drawn at random, a
 lost state changes nothing after a token or two, and a comparison with a lost state would pass. So for this part of the
@@ -19,6 +19,7 @@ advance by different numbers of tokens. The results of recurrent layers are comp
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
@@ -86,43 +87,59 @@ class _Mixer:
         tolerance = tolerance_of(self.hidden.dtype)
         for ends in CUTS:
             slot = self._new_slot()
-            start = 0
-            for end in ends:
+            for start, end in itertools.pairwise((0, *ends)):
                 slot = self._moved(slot)
-                found = self._output(self.hidden[:, start:end], slot)
-                slot.num_tokens = end
+                found = self._advance(slot, end)
                 error = float(off(found, whole[:, start:end]).max())
                 if not error <= tolerance:  # true for NaN, too
+                    why = "; its scan takes no initial state" if self._ignores_its_state(start, end) else ""
                     raise ConfigError(
                         "model",
                         f"cannot resume from a recurrent state: layer {self.layer} is off by {error:.2g} of its size "
-                        f"in the tokens from {start} on, computed from the state at {start}, which is more than "
-                        f"rounding ({tolerance:.2g})"
-                        + ("" if start == 0 or end == start + 1 else "; its scan takes no initial state"),
+                        f"in the tokens from {start} to {end - 1}, which is more than rounding ({tolerance:.2g}){why}",
                     )
-                start = end
-        self._check_that_states_matter(whole)
-
-    def _check_that_states_matter(self, whole: torch.Tensor) -> None:
         for name in ("conv", "recurrent"):
-            start, end = CUTS[0][:2]
+            self._check_that_it_matters(name, whole)
+
+    def _check_that_it_matters(self, name: str, whole: torch.Tensor) -> None:
+        start, end = CUTS[0][:2]
+        slot = self._new_slot()
+        self._advance(slot, start)
+        if not self._lose(slot, name):
+            return
+        error = float(off(self._advance(slot, end), whole[:, start:end]).max())
+        if not error >= max(CLEAR, 2 * tolerance_of(self.hidden.dtype)):
+            raise ConfigError(
+                "model",
+                f"gives nearly the same without the {name} state of layer {self.layer} (off by {error:.2g} of its "
+                "size), so comparing proves nothing",
+            )
+
+    def _ignores_its_state(self, start: int, end: int) -> bool:
+        """Whether the tokens from `start` on come out the same if the recurrent state at `start` is lost."""
+        outputs = []
+        for is_lost in (False, True):
             slot = self._new_slot()
-            self._output(self.hidden[:, :start], slot)
-            slot.num_tokens = start
-            lost = [
-                view.zero_()
-                for piece, view in zip(self.layout.pieces, slot.views, strict=True)
-                if (piece.layer, piece.name) == (self.layer, name)
-            ]
-            if not lost:
-                continue
-            error = float(off(self._output(self.hidden[:, start:end], slot), whole[:, start:end]).max())
-            if not error >= max(CLEAR, 2 * tolerance_of(self.hidden.dtype)):
-                raise ConfigError(
-                    "model",
-                    f"gives nearly the same without the {name} state of layer {self.layer} (off by {error:.2g} of its "
-                    "size), so comparing proves nothing",
-                )
+            if start:
+                self._advance(slot, start)
+            if is_lost and not self._lose(slot, "recurrent"):
+                return False
+            outputs.append(self._advance(slot, end))
+        return start > 0 and torch.equal(*outputs)
+
+    def _lose(self, slot: Slot, name: str) -> bool:
+        """Replace one kind of state of this layer by zeros. False if the layer has no such state."""
+        lost = [
+            view.zero_()
+            for piece, view in zip(self.layout.pieces, slot.views, strict=True)
+            if (piece.layer, piece.name) == (self.layer, name)
+        ]
+        return bool(lost)
+
+    def _advance(self, slot: Slot, end: int) -> torch.Tensor:
+        found = self._output(self.hidden[:, slot.num_tokens : end], slot)
+        slot.num_tokens = end
+        return found
 
     def _output(self, hidden: torch.Tensor, slot: Slot | None) -> torch.Tensor:
         return self.compute(self.module, hidden, slot)

@@ -12,7 +12,7 @@ and they move to the host and back like any other block.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import attrs
 import torch
@@ -154,8 +154,9 @@ class RecurrentSlice(SequenceSlice):
     The forward copies the blocks `resume` into the slot, computes, and copies the slot into the blocks `checkpoint`.
     """
 
-    slot: Slot = attrs.field(kw_only=True)
-    """The states of all tokens before `start`, unless `resume` brings them."""
+    slot: Slot | None = attrs.field(kw_only=True)
+    """The states of all tokens before `start`, unless `resume` brings them. None: a dummy that pads a batch, whose
+    recurrent layers are not computed."""
     resume: Sequence[int] = attrs.field(default=(), kw_only=True)
     """The blocks of the checkpoint of position `start`. Empty: the slot has the state."""
     checkpoint: Sequence[int] = attrs.field(default=(), kw_only=True)
@@ -167,21 +168,30 @@ class RecurrentSlice(SequenceSlice):
 
     def enter(self, kv_cache: torch.Tensor) -> None:
         """Before the forward: bring the slot to `start`, and mark it as in work."""
+        slot = self.slot
+        if slot is None:
+            return
         if self.resume:
-            self.slot.load(kv_cache, self.resume, self.start)
-        if self.slot.num_tokens != self.start:
-            at = "broken" if self.slot.num_tokens == BROKEN else f"at {self.slot.num_tokens}"
+            slot.load(kv_cache, self.resume, self.start)
+        if slot.num_tokens != self.start:
+            at = "broken" if slot.num_tokens == BROKEN else f"at {slot.num_tokens}"
             raise InvalidArgument("slices", f"one starts at {self.start}, and its slot is {at}")
-        self.slot.num_tokens = BROKEN
+        slot.num_tokens = BROKEN
 
     def leave(self, kv_cache: torch.Tensor) -> None:
         """After the forward: the slot is at `stop`."""
-        self.slot.num_tokens = self.stop
-        if self.checkpoint:
-            self.slot.save(kv_cache, self.checkpoint)
+        if self.slot is not None:
+            self.slot.num_tokens = self.stop
+            if self.checkpoint:
+                self.slot.save(kv_cache, self.checkpoint)
 
 
-def slots_of(slices: Sequence[SequenceSlice]) -> Iterator[Slot | None]:
-    """The slot of each slice. None: a dummy, which has none, because padding of a batch must not advance a state."""
-    for part in slices:
-        yield part.slot if isinstance(part, RecurrentSlice) else None
+def recurrent_slices(slices: Sequence[SequenceSlice]) -> list[RecurrentSlice]:
+    """The slices of a batch. `InvalidArgument` if one is no `RecurrentSlice`, or if two share a slot."""
+    found = [part for part in slices if isinstance(part, RecurrentSlice)]
+    if len(found) < len(slices):
+        raise InvalidArgument("slices", "must be RecurrentSlice, because the model has recurrent layers")
+    slots = [id(part.slot) for part in found if part.slot is not None]
+    if len(set(slots)) < len(slots):
+        raise InvalidArgument("slices", "name one slot twice")
+    return found

@@ -1,0 +1,126 @@
+"""Requests with recurrent states in the engine: each resumes from the checkpoint of its hit and writes new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import attrs
+import torch
+
+from ..._config.config import GroupLike
+from ..._config.groups import RecurrentState
+from ...errors import ConfigError
+from .batching import EngineOptions, PrefillStart
+from .recurrent import RecurrentSlice, Slot, StateLayout
+from .sequence import RowOutput, RunningSequence
+
+
+class Checkpoint(Protocol):
+    """A checkpoint as a request names it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Its position: the state after the first `num_tokens` tokens of the request."""
+
+    @property
+    def block_ids(self) -> Sequence[int]: ...
+
+
+class CheckpointedRequest(Protocol):
+    """The part of a request that only models with recurrent layers use."""
+
+    @property
+    def planned_checkpoints(self) -> Sequence[Checkpoint]:
+        """The checkpoints to write, with the blocks for them."""
+
+    @property
+    def resume_checkpoint(self) -> Checkpoint | None:
+        """The checkpoint at which the hit ends. None without a hit, and after the first commit."""
+
+    @property
+    def block_ids(self) -> Sequence[Sequence[int]]:
+        """A block table for each group. The state's group is the last one, and has none."""
+
+    def commit(
+        self, num_computed_tokens: int, new_token_ids: Sequence[int] = (), *, checkpoints: Sequence[int] = ()
+    ) -> None: ...
+
+
+@attrs.define(eq=False)
+class RecurrentSequence(RunningSequence):
+    """A request of a model with recurrent layers. Its slot has the states at `num_computed`.
+
+    The first slice copies the checkpoint of the hit into the slot. A slice that ends at the position of a planned
+    checkpoint copies the slot into the blocks of the checkpoint, and the next commit names the position.
+    """
+
+    slot: Slot = attrs.field(kw_only=True)
+    resume: Sequence[int] = attrs.field(default=(), kw_only=True)
+    """The blocks of the checkpoint at which the hit ends. Empty without a hit."""
+    _written: list[int] = attrs.field(factory=list, init=False)
+    """Positions whose checkpoints are written and not committed."""
+
+    def next_slice(self) -> RecurrentSlice:
+        plain = super().next_slice()
+        stop = plain.start + len(plain.token_ids)
+        return RecurrentSlice(
+            plain.token_ids,
+            plain.start,
+            plain.block_ids,
+            slot=self.slot,
+            resume=self.resume if plain.start == self.table.num_ready else (),
+            checkpoint=self._planned(stop) if self.is_prefilling else (),
+        )
+
+    def advance(self, num_tokens: int, output: RowOutput, now: float) -> bool:
+        was_prefilling = self.is_prefilling
+        has_token = super().advance(num_tokens, output, now)
+        if was_prefilling and self._planned(self.num_computed):
+            self._written.append(self.num_computed)
+        return has_token
+
+    def commit(self, num_tokens: int, token_ids: Sequence[int] = ()) -> None:
+        """As the base's. Also says which of the request's checkpoints are written."""
+        now = [position for position in self._written if position <= num_tokens]
+        self._written = [position for position in self._written if position > num_tokens]
+        self._checkpointed.commit(num_tokens, token_ids, checkpoints=now)
+
+    def take_tables(self) -> None:
+        num_groups = len(self.table.block_ids)
+        self.table = attrs.evolve(self.table, block_ids=self.request.block_ids[:num_groups])
+
+    def _planned(self, position: int) -> Sequence[int]:
+        """The blocks for a checkpoint of `position`. Empty: none is planned there."""
+        planned = self._checkpointed.planned_checkpoints
+        return next((each.block_ids for each in planned if each.num_tokens == position), ())
+
+    @property
+    def _checkpointed(self) -> CheckpointedRequest:
+        return cast(CheckpointedRequest, self.request)
+
+
+def check_state_group(
+    states: StateLayout, configured: Sequence[GroupLike], kv_cache: torch.Tensor, options: EngineOptions
+) -> Sequence[GroupLike]:
+    """Raise `ConfigError` unless the last group of a runtime has checkpoints of `states`. Return the other groups.
+
+    Checkpoints must lie at multiples of `prefill_tokens`. Then slices end there anyway, and the tokens after a
+    checkpoint are computed in the same slices whether or not a request resumes from it, so the results are the same bit
+    for bit.
+    """
+    *others, group = configured
+    if not isinstance(getattr(group, "attention", None), RecurrentState):
+        raise ConfigError("groups", f"must end with the state's group, model.states.group(...), not {group.name!r}")
+    wanted = states.num_rows(kv_cache)
+    if getattr(group, "num_rows", None) != wanted:
+        raise ConfigError("groups.num_rows", f"is {getattr(group, 'num_rows', None)}; a state takes {wanted} blocks")
+    if group.block_size % options.prefill_tokens:
+        raise ConfigError(
+            "groups.block_size",
+            f"of group {group.name!r} is {group.block_size}, and checkpoints must lie at multiples of prefill_tokens "
+            f"{options.prefill_tokens}",
+        )
+    if options.prefill_start is PrefillStart.BY_LAYER:
+        raise ConfigError("prefill_start", "is by layer, and a layer with a recurrent state needs all of it at once")
+    return others
