@@ -67,6 +67,8 @@ class HybridModel(TransformersModel):
         except (AoffloadError, MemoryError):
             raise
         except Exception as error:  # the model's code may raise anything in a call that it was not written for
+            if not ATTENTION_TYPES.intersection(model.config.get_text_config().layer_types):
+                raise _no_attention() from error
             raise ConfigError("model", f"can't compute its recurrent layers in slices: {first_line(error)}") from error
         for mixer in self.mixers.values():
             mixer.forward = functools.partial(_by_sequence, mixer.forward)
@@ -81,7 +83,7 @@ class HybridModel(TransformersModel):
     def _groups_of(self, text: Any) -> tuple[LayerGroup, ...]:
         kinds = _attention_kinds(text)
         if not kinds:
-            raise ConfigError("model", "has no attention layer, and the engine's blocks are those of attention layers")
+            raise _no_attention()
         layers = list(kinds)
         groups = group_layers(list(kinds.values()))
         return tuple(attrs.evolve(each, layers=tuple(layers[at] for at in each.layers)) for each in groups)
@@ -103,11 +105,9 @@ class HybridModel(TransformersModel):
                 part.leave(kv_cache)
         return result
 
-    def _compute(self, learned: _Learned, mixer: Any, hidden: torch.Tensor, slot: Slot | None) -> torch.Tensor:
+    def _compute(self, learned: _Learned, mixer: Any, hidden: torch.Tensor, slot: Slot) -> torch.Tensor:
         """Call one recurrent module by itself."""
-        output = mixer(
-            hidden, **({} if slot is None else {learned.mixer_cache_name: self._cache_of(slot, slot.num_tokens)})
-        )
+        output = mixer(hidden, **{learned.mixer_cache_name: self._cache_of(slot, slot.num_tokens)})
         found: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return found
 
@@ -192,6 +192,10 @@ def _hidden_of(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[torch.T
         what = ", ".join(per_token) or "arguments without names"
         raise ConfigError("model", f"passes {what} to its recurrent layers, which cannot be divided by sequence")
     return hidden[0], passed
+
+
+def _no_attention() -> ConfigError:
+    return ConfigError("model", "has no attention layer, and the engine's blocks are those of attention layers")
 
 
 def _attention_kinds(text: Any) -> dict[int, AttentionKind]:

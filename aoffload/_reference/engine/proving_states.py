@@ -29,7 +29,7 @@ import torch
 
 from ...errors import ConfigError
 from .paged import SequenceSlice
-from .proving import BLOCK_SIZE, Layers, Probe, Provable, off, tolerance_of
+from .proving import BLOCK_SIZE, TOLERANCE, Layers, Probe, Provable, off, tolerance_of
 from .recurrent import RecurrentSlice, Slot, StateLayout
 
 SLOW_A_LOG = -4.0
@@ -37,20 +37,21 @@ SLOW_A_LOG = -4.0
 CUTS = ((17, 29, 30), (1, 3, 8, 30))
 """Ends of the slices. A slice of one token takes the path of decoding. The second way has slices that are shorter than
 a convolution."""
-CLEAR = 0.1
-"""The smallest error, of the token that is off most, that a lost state must cause."""
+CLEAR = 10 * TOLERANCE
+"""In float32: the smallest error that a lost state must cause in the token that is off most. In half precision it is
+twice the tolerance."""
 
 
 def prove_resuming(
     mixers: Mapping[int, Any],
     inputs: Mapping[int, torch.Tensor],
     layout: StateLayout,
-    compute: Callable[[Any, torch.Tensor, Slot | None], torch.Tensor],
+    compute: Callable[[Any, torch.Tensor, Slot], torch.Tensor],
 ) -> None:
     """Raise `ConfigError` naming `model` unless each of `mixers` computes the same in slices as in one pass.
 
     `inputs` are hidden states for each of them, [1, T, hidden]. `compute` calls one of them with hidden states and a
-    slot, or with none, as the model itself does without a cache.
+    slot.
     """
     with _states_visible(mixers.values()):
         for layer, mixer in mixers.items():
@@ -80,10 +81,10 @@ class _Mixer:
     module: Any
     hidden: torch.Tensor
     layout: StateLayout
-    compute: Callable[[Any, torch.Tensor, Slot | None], torch.Tensor]
+    compute: Callable[[Any, torch.Tensor, Slot], torch.Tensor]
 
     def check(self) -> None:
-        whole = self._output(self.hidden, None)
+        whole = self._advance(self._new_slot(), self.hidden.shape[1])
         tolerance = tolerance_of(self.hidden.dtype)
         for ends in CUTS:
             slot = self._new_slot()
@@ -137,12 +138,9 @@ class _Mixer:
         return bool(lost)
 
     def _advance(self, slot: Slot, end: int) -> torch.Tensor:
-        found = self._output(self.hidden[:, slot.num_tokens : end], slot)
+        found = self.compute(self.module, self.hidden[:, slot.num_tokens : end], slot)
         slot.num_tokens = end
         return found
-
-    def _output(self, hidden: torch.Tensor, slot: Slot | None) -> torch.Tensor:
-        return self.compute(self.module, hidden, slot)
 
     def _new_slot(self) -> Slot:
         return self.layout.new_slot(self._blocks())
