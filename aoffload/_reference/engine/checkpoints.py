@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
 
 import attrs
 import torch
@@ -14,37 +13,6 @@ from ...errors import ConfigError
 from .batching import EngineOptions, PrefillStart
 from .recurrent import RecurrentSlice, Slot, StateLayout
 from .sequence import RowOutput, RunningSequence
-
-
-class Checkpoint(Protocol):
-    """A checkpoint as a request names it."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Its position: the state after the first `num_tokens` tokens of the request."""
-
-    @property
-    def block_ids(self) -> Sequence[int]: ...
-
-
-class CheckpointedRequest(Protocol):
-    """The part of a request that only models with recurrent layers use."""
-
-    @property
-    def planned_checkpoints(self) -> Sequence[Checkpoint]:
-        """The checkpoints to write, with the blocks for them."""
-
-    @property
-    def resume_checkpoint(self) -> Checkpoint | None:
-        """The checkpoint at which the hit ends. None without a hit, and after the first commit."""
-
-    @property
-    def block_ids(self) -> Sequence[Sequence[int]]:
-        """A block table for each group. The state's group is the last one, and has none."""
-
-    def commit(
-        self, num_computed_tokens: int, new_token_ids: Sequence[int] = (), *, checkpoints: Sequence[int] = ()
-    ) -> None: ...
 
 
 @attrs.define(eq=False)
@@ -84,7 +52,7 @@ class RecurrentSequence(RunningSequence):
         """As the base's. Also says which of the request's checkpoints are written."""
         now = [position for position in self._written if position <= num_tokens]
         self._written = [position for position in self._written if position > num_tokens]
-        self._checkpointed.commit(num_tokens, token_ids, checkpoints=now)
+        self.request.commit(num_tokens, token_ids, checkpoints=now)
 
     def take_tables(self) -> None:
         num_groups = len(self.table.block_ids)
@@ -92,12 +60,8 @@ class RecurrentSequence(RunningSequence):
 
     def _planned(self, position: int) -> Sequence[int]:
         """The blocks for a checkpoint of `position`. Empty: none is planned there."""
-        planned = self._checkpointed.planned_checkpoints
+        planned = self.request.planned_checkpoints
         return next((each.block_ids for each in planned if each.num_tokens == position), ())
-
-    @property
-    def _checkpointed(self) -> CheckpointedRequest:
-        return cast(CheckpointedRequest, self.request)
 
 
 def check_state_group(

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.abc
@@ -43,7 +43,7 @@ from ..._config.groups import FullAttention
 from ..._kernel.plans import StoreScope
 from ...errors import InvalidArgument, OutOfBlocks, RequestAborted
 from .batching import EngineOptions, HeadStart, LineUp, PrefillStart, Step
-from .checkpoints import CheckpointedRequest, RecurrentSequence, check_state_group
+from .checkpoints import RecurrentSequence, check_state_group
 from .layers import check_groups
 from .loop import EngineClosed, EngineLoop, EngineStatistics, StepFailed
 from .paged import PagedModel, SequenceSlice
@@ -273,7 +273,7 @@ class PagedEngine:
         self, states: StateLayout, one: Try, place: PromptPlace, table: PromptTable
     ) -> RecurrentSequence | None:
         """The sequence of a model with recurrent layers. None: the loaded prefix does not end at its checkpoint."""
-        found = cast(CheckpointedRequest, one.request).resume_checkpoint
+        found = one.request.resume_checkpoint
         start = 0 if found is None else found.num_tokens
         if start != table.num_ready:
             one.ask.max_hit_tokens = min(start, table.num_ready)
