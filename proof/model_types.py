@@ -20,8 +20,9 @@ import attrs
 import torch
 
 from aoffload._reference.engine.hybrid import HybridModel
+from aoffload._reference.engine.pretrained import serve
 from aoffload._reference.engine.recurrent import RecurrentSlice
-from aoffload._reference.engine.transformers import TransformersModel, serve
+from aoffload._reference.engine.transformers import TransformersModel
 from aoffload.errors import AoffloadError
 from aoffload.integrations import PagedBatch, SequenceSlice
 

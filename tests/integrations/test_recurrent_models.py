@@ -11,8 +11,8 @@ import torch
 
 from aoffload._reference.engine import proving_states
 from aoffload._reference.engine.hybrid import HybridModel
+from aoffload._reference.engine.pretrained import serve
 from aoffload._reference.engine.recurrent import RecurrentSlice, Slot
-from aoffload._reference.engine.transformers import serve
 from aoffload.errors import ConfigError, InvalidArgument
 from aoffload.integrations import PagedBatch, SequenceSlice, load_model
 
@@ -37,7 +37,7 @@ GATED_DELTA = {
     "shared_expert_intermediate_size": 32,
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 32}
-# In transformers 5.24, Nemotron-H raises the time steps of a prompt to `time_step_min`, and not those of decoded tokens.
+# In transformers 5.24, Nemotron-H raises the time steps of a prompt to `time_step_min`, and not those of decoded ones.
 # So with the default, 0.001, a decoded token differs from one pass by up to 6e-4.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": GATED_DELTA,
@@ -133,8 +133,8 @@ class Served:
     def compute(self, tokens: Sequence[int], ends: Sequence[int], slot: Slot, which: int = 0) -> torch.Tensor:
         """Compute slices up to `ends`, from the slot's position on; the logits after the last one."""
         for end in ends:
-            [logits] = self.forward(self.part(tokens, slot.num_tokens, end, slot, which))
-        return logits
+            logits = self.forward(self.part(tokens, slot.num_tokens, end, slot, which))
+        return logits[0]
 
     def one_pass(self, tokens: Sequence[int]) -> torch.Tensor:
         with torch.inference_mode():
