@@ -254,7 +254,9 @@ def _learn(model: Any) -> _Learned:
     for layer, _, _, state in found:
         if state.shape[:1] != (1,):
             raise ConfigError("model", f"layer {layer} has a state of shape {tuple(state.shape)} for one sequence")
-        (mixer_cache_name,) = names or {cache_name}
+    if len(names) != 1 or "" in names:
+        raise ConfigError("model", "does not pass its cache to all recurrent layers by one name")
+    [mixer_cache_name] = names
     return _Learned(StateLayout.of(found, model.device), mixers, inputs, cache_name, mixer_cache_name)
 
 

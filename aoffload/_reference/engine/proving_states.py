@@ -93,11 +93,14 @@ class _Mixer:
                 found = self._advance(slot, end)
                 error = float(off(found, whole[:, start:end]).max())
                 if not error <= tolerance:  # true for NaN, too
-                    why = "; its scan takes no initial state" if self._ignores_its_state(start, end) else ""
+                    ignores = self._ignores_its_state(start, end)
+                    what = (
+                        f"the scan of layer {self.layer} takes no initial state" if ignores else f"layer {self.layer}"
+                    )
                     raise ConfigError(
                         "model",
-                        f"cannot resume from a recurrent state: layer {self.layer} is off by {error:.2g} of its size "
-                        f"in the tokens from {start} to {end - 1}, which is more than rounding ({tolerance:.2g}){why}",
+                        f"cannot resume from a recurrent state: {what}, tokens {start} to {end - 1} are off by "
+                        f"{error:.2g} of their size, which is more than rounding ({tolerance:.2g})",
                     )
         for name in ("conv", "recurrent"):
             self._check_that_it_matters(name, whole)
