@@ -13,8 +13,9 @@ from windowed import OPTIONS, WINDOW, WindowedModel, weigh
 from aoffload import OffloadConfig, OffloadRuntime
 from aoffload._config.groups import SlidingWindow
 from aoffload._reference.engine.batching import EngineOptions
+from aoffload._reference.engine.checkpoints import engine_groups
 from aoffload._reference.engine.engine import PagedEngine
-from aoffload._reference.engine.layers import LayerGroup, kv_cache_groups
+from aoffload._reference.engine.layers import LayerGroup
 from aoffload._reference.engine.paged import PagedBatch
 from aoffload._reference.engine.recurrent import StateLayout, recurrent_slices
 from aoffload._transfer.local import LocalTransport
@@ -125,10 +126,7 @@ async def serving(
     model = FoldingModel(kind)
     kv_cache = model.new_kv_cache(num_blocks + 1 + options.num_scratch_blocks, options.block_size)
     config = OffloadConfig(
-        groups=[
-            *kv_cache_groups(model.groups, options.block_size),
-            model.states.group(kv_cache, options.prefill_tokens),
-        ],
+        groups=engine_groups(model, options),
         num_host_blocks=400,
         verify=True,
     )

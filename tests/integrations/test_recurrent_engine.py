@@ -16,14 +16,14 @@ from windowed import OPTIONS
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 from aoffload._config.groups import RecurrentState
 from aoffload._reference.engine.batching import EngineOptions, PrefillStart
+from aoffload._reference.engine.checkpoints import engine_groups
 from aoffload._reference.engine.engine import PagedEngine
-from aoffload._reference.engine.layers import kv_cache_groups
 from aoffload._reference.engine.loop import StepFailed
 from aoffload._reference.engine.recurrent import RecurrentSlice
 from aoffload.demo.backends import Tampering
 from aoffload.demo.options import Corrupt
 from aoffload.errors import ConfigError
-from aoffload.integrations import PagedBatch, SequenceSlice
+from aoffload.integrations import PagedBatch, SequenceSlice, load_model
 
 pytestmark = pytest.mark.anyio
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -147,6 +147,37 @@ async def test_a_client_may_leave_at_any_time(kind: str, num_passes: int) -> Non
         await bench.ask(prompt_of(9), 4)
 
 
+async def test_a_hit_without_its_checkpoint_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a runtime reported a hit and no checkpoint of it, the request would fail, and not begin with an empty state."""
+    async with serving("full", 80) as bench:
+        await bench.ask(prompt_of(1, 46))
+        monkeypatch.setattr("aoffload._runtime.request.Request.resume_checkpoint", None)
+        with pytest.raises(StepFailed, match="one starts at 40, and its slot is at 0"):
+            await bench.ask(prompt_of(1, 46))
+
+
+async def test_the_named_model_is_served() -> None:
+    """Qwen3-Next on a pool that is too small for three prompts: the third and fourth answer resume from checkpoints in
+    host memory, and their logits are those of an engine that has computed everything."""
+    model, options = load_model("qwen3-next", seed=7), EngineOptions(decode_rows=2)
+    base = torch.randint(0, 4096, (230,), generator=torch.Generator().manual_seed(3)).tolist()
+    prompts = [base[:150], base[150:] + base[:80], [*base[:140], 7, 8, 9], base[:150]]
+    found: list[list[Any]] = []
+    for num_blocks, num_host_blocks in ((300, 0), (28, 200)):
+        kv_cache = model.new_kv_cache(num_blocks + options.num_scratch_blocks, options.block_size)
+        config = OffloadConfig(groups=engine_groups(model, options), num_host_blocks=num_host_blocks, verify=True)
+        async with (
+            OffloadRuntime(config, kv_cache[:num_blocks]) as runtime,
+            PagedEngine(model, runtime, kv_cache, options) as engine,
+        ):
+            reads_cache = num_host_blocks > 0
+            found.append([await engine.generate(prompt, 3, reads_cache=reads_cache) for prompt in prompts])
+    assert [each.logits_digests for each in found[0]] == [each.logits_digests for each in found[1]]
+    assert [each.num_computed_tokens for each in found[0]] == [150, 160, 143, 150]
+    assert [each.num_host_tokens for each in found[1]] == [0, 0, 128, 0]
+    assert [each.num_device_tokens for each in found[1]] == [0, 0, 0, 128]
+
+
 async def test_a_wrong_state_is_noticed() -> None:
     """The negative control of this file: a checkpoint whose blocks were overwritten gives no answer."""
     async with serving("full", 80) as bench:
@@ -162,7 +193,7 @@ async def test_a_wrong_state_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("changes", "options", "problem"),
     [
-        ({"attention": None}, OPTIONS, "groups: must end with the state's group"),
+        ({"attention": None}, OPTIONS, "groups: must end with the group of model.states"),
         ({"num_rows": 2}, OPTIONS, "groups.num_rows: is 2; a state takes 3 blocks"),
         ({"block_size": 4}, OPTIONS, "groups.block_size: .* multiples of prefill_tokens 8"),
         ({}, attrs.evolve(OPTIONS, prefill_start=PrefillStart.BY_LAYER), "prefill_start: is by layer"),
@@ -175,7 +206,8 @@ async def test_a_runtime_that_cannot_keep_the_states_is_refused(
     model = FoldingModel("full")
     kv_cache = model.new_kv_cache(12 + OPTIONS.num_scratch_blocks, 4)
     wanted = model.states.group(kv_cache, 8)
-    groups = [*kv_cache_groups(model.groups, 4)]
+    groups = engine_groups(model, OPTIONS)
+    assert groups.pop() == wanted
     if "attention" not in changes:
         groups.append(attrs.evolve(wanted, **changes))
     async with OffloadRuntime(OffloadConfig(groups=groups, num_host_blocks=20), kv_cache[:12]) as runtime:

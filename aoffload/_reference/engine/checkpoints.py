@@ -8,9 +8,11 @@ import attrs
 import torch
 
 from ..._config.config import GroupLike
-from ..._config.groups import RecurrentState
+from ..._config.groups import KVCacheGroup, RecurrentState
 from ...errors import ConfigError
 from .batching import EngineOptions, PrefillStart
+from .layers import kv_cache_groups
+from .paged import PagedModel
 from .recurrent import RecurrentSlice, Slot, StateLayout
 from .sequence import RowOutput, RunningSequence
 
@@ -64,6 +66,16 @@ class RecurrentSequence(RunningSequence):
         return next((each.block_ids for each in planned if each.num_tokens == position), ())
 
 
+def engine_groups(model: PagedModel, options: EngineOptions) -> list[KVCacheGroup]:
+    """The value of `OffloadConfig(groups=...)` for an engine with `model`: the groups of its attention layers, and the
+    group of the checkpoints if it has recurrent layers. Checkpoints lie at multiples of `prefill_tokens`."""
+    groups = kv_cache_groups(model.groups, options.block_size)
+    states: StateLayout | None = getattr(model, "states", None)
+    if states is not None:
+        groups.append(states.group(model.new_kv_cache(1, options.block_size), options.prefill_tokens))
+    return groups
+
+
 def check_state_group(
     states: StateLayout, configured: Sequence[GroupLike], kv_cache: torch.Tensor, options: EngineOptions
 ) -> Sequence[GroupLike]:
@@ -75,7 +87,7 @@ def check_state_group(
     """
     *others, group = configured
     if not isinstance(getattr(group, "attention", None), RecurrentState):
-        raise ConfigError("groups", f"must end with the state's group, model.states.group(...), not {group.name!r}")
+        raise ConfigError("groups", f"must end with the group of model.states, not {group.name!r}")
     wanted = states.num_rows(kv_cache)
     if getattr(group, "num_rows", None) != wanted:
         raise ConfigError("groups.num_rows", f"is {getattr(group, 'num_rows', None)}; a state takes {wanted} blocks")

@@ -269,15 +269,8 @@ class PagedEngine:
             head_start=head_start,
         )
 
-    def _recurrent(
-        self, states: StateLayout, one: Try, place: PromptPlace, table: PromptTable
-    ) -> RecurrentSequence | None:
-        """The sequence of a model with recurrent layers. None: the loaded prefix does not end at its checkpoint."""
+    def _recurrent(self, states: StateLayout, one: Try, place: PromptPlace, table: PromptTable) -> RecurrentSequence:
         found = one.request.resume_checkpoint
-        start = 0 if found is None else found.num_tokens
-        if start != table.num_ready:
-            one.ask.max_hit_tokens = min(start, table.num_ready)
-            return None
         return RecurrentSequence(
             one.request,
             one.ask.prompt,
@@ -287,7 +280,8 @@ class PagedEngine:
             num_computed=table.start,
             on_prompt_done=place.give_back,
             slot=states.new_slot(self.kv_cache),
-            resume=() if found is None else found.block_ids,
+            # Without the checkpoint of exactly this position, the first forward fails, because its slot is empty.
+            resume=found.block_ids if found is not None and found.num_tokens == table.start else (),
         )
 
     async def _load_by_layer(self, one: Try) -> tuple[int, SliceResult | None]:

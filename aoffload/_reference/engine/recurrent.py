@@ -81,7 +81,7 @@ class StateLayout:
         return -(-self.num_bytes // kv_cache[0].nbytes)
 
     def group(self, kv_cache: torch.Tensor, block_size: int, name: str = "state") -> KVCacheGroup:
-        """The group of the checkpoints in `OffloadConfig(groups=[*kv_cache_groups(...), group])`.
+        """The group of the checkpoints, which comes after the groups of attention layers in `OffloadConfig.groups`.
 
         Checkpoints lie at multiples of `block_size` tokens.
         """
