@@ -148,7 +148,7 @@ async def test_a_client_may_leave_at_any_time(kind: str, num_passes: int) -> Non
 
 
 async def test_a_hit_without_its_checkpoint_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a runtime reported a hit and no checkpoint of it, the request would fail, and not begin with an empty state."""
+    """If a runtime reported a hit and no checkpoint of it, the request would fail, not begin with an empty state."""
     async with serving("full", 80) as bench:
         await bench.ask(prompt_of(1, 46))
         monkeypatch.setattr("aoffload._runtime.request.Request.resume_checkpoint", None)
