@@ -156,6 +156,7 @@ async def test_a_hit_without_its_checkpoint_gives_no_answer(monkeypatch: pytest.
             await bench.ask(prompt_of(1, 46))
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_the_named_model_is_served() -> None:
     """Qwen3-Next on a pool that is too small for three prompts: the third and fourth answer resume from checkpoints in
     host memory, and their logits are those of an engine that has computed everything."""
