@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import anyio
 import attrs
 
-from .._config.groups import AttentionKind, ChunkedLocal, SlidingWindow
+from .._config.groups import AttentionKind, ChunkedLocal, KVCacheGroup, SlidingWindow
 from .._kernel.states import NoEpoch
 from .._runtime.request import Request
 from .asks import Ask
@@ -68,6 +68,10 @@ class TagEngine:
         """Everything that the KV of a block depends on."""
         spans = tuple((span.start, span.digest) for span in ask.key_spans if span.start < len(tokens))
         return (ask.salt, ask.adapter, spans, group, tokens)
+
+    def state_tags(self, identity: object, group: KVCacheGroup) -> list[int]:
+        """The tags of the rows of a checkpoint. `identity`: that of the tokens before it, in its group."""
+        return [self.tags.of((identity, row)) for row in range(group.num_rows)]
 
     # -- commits --------------------------------------------------------------------------------------------------
 

@@ -13,12 +13,12 @@ from aoffload.testing.faults import DISK_FAULTS, FAULTS, REMOTE_FAULTS
 
 from .job_draw import drawn_epoch
 from .load_choice import RANDOM
-from .program import Call, World, draw_world, with_a_disk, with_learning, words_of
+from .program import Call, World, draw_world, with_a_disk, with_learning, with_states, words_of
 from .runtime_arguments import ArgumentDrawing
 from .runtime_director import Director
 from .runtime_disk_draw import DiskDrawing
 
-__all__ = ["Drawing", "draw_opening", "draw_runtime_world"]
+__all__ = ["Drawing", "draw_opening", "draw_runtime_world", "draw_runtime_world_with_states"]
 
 NAMES = ("a", "b", "c", "d")
 FAULTS_THAT_LAST = ("fail", "refuse", "no_fence", "log")
@@ -41,14 +41,22 @@ STATES = {
 
 
 def draw_runtime_world(rng: random.Random) -> World:
+    return with_learning(with_a_disk(_draw_tiers(rng)))
+
+
+def draw_runtime_world_with_states(rng: random.Random) -> World:
+    return with_learning(with_a_disk(with_states(_draw_tiers(rng))))
+
+
+def _draw_tiers(rng: random.Random) -> World:
     """Draw a world. Most bugs need KV in host memory, so most worlds have a host, and a policy that stores there."""
     world = draw_world(rng)
     kind = rng.random()
     if kind < 0.3:
-        return with_learning(with_a_disk(attrs.evolve(world, num_host_blocks=0) if kind < 0.06 else world))
+        return attrs.evolve(world, num_host_blocks=0) if kind < 0.06 else world
     policy, num_host_blocks = rng.choice(("eager", "eager", world.store_policy)), world.num_host_blocks
     num_host_blocks = max(num_host_blocks, world.num_device_blocks)
-    return with_learning(with_a_disk(attrs.evolve(world, num_host_blocks=num_host_blocks, store_policy=policy)))
+    return attrs.evolve(world, num_host_blocks=num_host_blocks, store_policy=policy)
 
 
 def draw_opening(rng: random.Random, world: World) -> list[Call]:
