@@ -37,6 +37,7 @@ from .mutants_remote_shell import REMOTE_SHELL_MUTANTS
 from .mutants_remote_store import REMOTE_STORE_MUTANTS
 from .mutants_shell import SHELL_MUTANTS
 from .mutants_shell_regressions import SHELL_REGRESSION_MUTANTS
+from .mutants_states import STATE_MUTANTS
 from .mutants_submission import SUBMISSION_MUTANTS
 from .mutants_tier_reports import TIER_REPORT_MUTANTS
 from .mutants_transfers import TRANSFER_MUTANTS
@@ -58,4 +59,5 @@ MUTANTS: tuple[Mutant, ...] = (
     + REMOTE_CORE_MUTANTS + REMOTE_SHELL_MUTANTS + REMOTE_STORE_MUTANTS + EXTENSION_MUTANTS + TIER_REPORT_MUTANTS
     + SHELL_MUTANTS + DIAGNOSIS_MUTANTS + SUBMISSION_MUTANTS + TRANSFER_MUTANTS + VLLM_MUTANTS + WINDOW_MUTANTS
     + LAYOUT_MUTANTS + DRAFT_MUTANTS + WEIGHTS_MUTANTS + QUOTA_MUTANTS + HINT_MUTANTS + PLAN_MUTANTS
+    + STATE_MUTANTS
 )  # fmt: skip

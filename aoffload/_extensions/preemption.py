@@ -2,6 +2,7 @@
 
 A preempted request keeps its tokens, and one lease on the host copy of its published units. `resume` matches it again,
 and then it allocates blocks, loads and steps like a new request. It computes units again that the host could not store.
+With a recurrent state, the lease pins the last checkpoint, too, and the request computes again what follows it.
 Uncommitted results of the last step are lost with their blocks (`Computing.LOST_BLOCKS`).
 """
 
@@ -128,7 +129,10 @@ class Preemptions(LedgerExtension):
         held = {block_id for table in request.tables for block_id in table.ids if block_id}
         self._request_leases.give_up_tables(request)
         if run is not None:
-            request.leases[self._stores.destination] = cache.lease(self._stores.destination, run)
+            host, starts = self._stores.destination, cache.layout.starts(run.stop)
+            if cache.layout.recurrent is not None:
+                starts[-1] = cache.last_checkpoint(host, run)
+            request.leases[host] = cache.lease(host, run, starts)
             self._request_leases.lease_device_to(request, None)
 
         # The limit of `admit` applies only to the prompt. Units that the request itself has computed may always be

@@ -427,6 +427,17 @@ class PrefixCache:
                 manager.unpin(blocks, head, head.start)
         lease.starts[component.number] = start
 
+    def last_checkpoint(self, tier: Tier, run: Run) -> int:
+        """The start of the last run on the path of `run` of which `tier` holds a checkpoint, or will get one. The end of
+        `run` if there is none."""
+        assert self.layout.recurrent is not None
+        place = run.place(tier, self.layout.recurrent.number)
+        for current in run.path():
+            first, stop = covered(current.parts[place])
+            if first < stop:
+                return current.start
+        return run.stop
+
     def pin_from(self, lease: Lease, component: Component, start: int) -> None:
         """Pin the units of `component` from `start` on, of which `lease` pins none (`NO_LIMIT`)."""
         self.managers[component.number].pin(self.tiers[lease.tier], lease.run, start, is_use=True)
