@@ -52,8 +52,8 @@ Face = Literal[
     "engine-asyncio", "engine-trio", "asyncio-states", "trio-states", "engine-asyncio-states", "engine-trio-states",
 ]  # fmt: skip
 """What a program calls: a `Ledger`, one without any feature (the kernel), a `HostCache`, either of them with an
-extension that interferes at every hook, or a runtime of either kind in a simulated loop. In the faces with `states`, the
-model has a recurrent state."""
+extension that interferes at every hook, or a runtime of either kind in a simulated loop. The model of the faces with
+`states` has a recurrent state."""
 
 
 def check_face(face: object) -> Face:

@@ -254,7 +254,9 @@ class ProgramEngine(SimulatedEngine):
     def _row_tags(self, prefix: int) -> list[int]:
         """The tags of the rows of the checkpoint after `prefix`."""
         groups = enumerate(self.runtime.config.groups)
-        return [tag for group, config in groups if config.is_recurrent for tag in self.state_tags((group, prefix), config)]
+        return [
+            tag for group, config in groups if config.is_recurrent for tag in self.state_tags((group, prefix), config)
+        ]
 
     def write_state(self, block_ids: Sequence[int], prefix: int, forward: Forward, stop: int) -> None:
         """Copy the running state that `forward` has at token `stop` into a checkpoint."""

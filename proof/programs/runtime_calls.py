@@ -288,8 +288,7 @@ class RequestCalls(Role):
         requests = [one for one in requests if one[0].request.state not in gone]
         named = [served.named(stop) for served, _, stop in requests]
         computed = [
-            Computed(served.request, stop, new, found)
-            for (served, _, stop), found in zip(requests, named, strict=True)
+            Computed(served.request, stop, new, found) for (served, _, stop), found in zip(requests, named, strict=True)
         ]
 
         def commit() -> None:

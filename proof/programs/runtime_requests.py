@@ -414,7 +414,8 @@ class Work:
         served = self.served
         if not served.engine.has_states:
             return
-        served.states |= {at: () if forward is None else (forward,) for at in range(self.start + 1, self.stop + 1)}
+        state = () if forward is None else (forward,)
+        served.states |= dict.fromkeys(range(self.start + 1, self.stop + 1), state)
         served.has_copied(self.passed[: self.most], counts=forward is not None)
 
     def _has_regions(self) -> bool:

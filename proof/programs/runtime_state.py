@@ -62,7 +62,11 @@ def _of_checkpoints(found: Checkpoints | None) -> tuple[Any, ...]:
     if found is None:
         return ()
     ids = (found.incoming, found.resume, found.written)
-    return [(at, one.tobytes()) for at, one in found.planned.items()], [one.tobytes() for one in ids], [*found.published]
+    return (
+        [(at, one.tobytes()) for at, one in found.planned.items()],
+        [one.tobytes() for one in ids],
+        [*found.published],
+    )
 
 
 class RecordedEvents:
