@@ -177,6 +177,9 @@ class EngineServed(Served):
             raise Violation("no state", f"{self.name} computes from token {start} on, and has {list(self.states)}")
         return None
 
+    def check_state(self) -> None:
+        """It has no checkpoint of the hit: the engine has copied it."""
+
     def passed(self, start: int, stop: int, most: int, also: int) -> tuple[list[Checkpoint], int]:
         """The first `most` that it is advised to write, and one after unit `also`, as far as there is room."""
         wanted = [at for at in self.request.planned_checkpoints if start < at <= stop][:most]
@@ -197,7 +200,7 @@ class EngineServed(Served):
             else:
                 self.own.pool.drop(one.block_ids)
 
-    def named(self, stop: int) -> Mapping[int, Sequence[int]]:  # type: ignore[override]
+    def named(self, stop: int) -> Mapping[int, Sequence[int]]:
         """The checkpoints that an offer of `stop` tokens names, with their blocks."""
         found = {at: ids for at, ids in self.checkpoints.items() if isinstance(stop, int) and at <= stop}
         for at, ids in found.items() if not self.must_end else ():

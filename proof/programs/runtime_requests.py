@@ -134,6 +134,12 @@ class Served:
             raise Violation("no state", f"{self.name} computes from token {start} on, from {found}, not {self.states}")
         return found
 
+    def check_state(self) -> None:
+        """Inside a step: nothing is left of the checkpoint of the hit once the request has computed further."""
+        record, found = self.request._record, None if self.must_end else self.request.resume_checkpoint
+        if found is not None and record.num_steps == 1 and found.num_tokens != record.num_computed_tokens:
+            raise Violation("no state", f"{self.name} has computed {record.num_computed_tokens}, and is given {found}")
+
     def passed(self, start: int, stop: int, most: int, also: int) -> tuple[list[Checkpoint], int]:
         """The checkpoints that a forward over `[start, stop)` should write, and how many of them it writes: at most
         `most` of those that are planned."""
@@ -346,6 +352,7 @@ class Work:
 
     def _begin_state(self, also: int) -> None:
         served, generation = self.served, self.served.engine.device.generation
+        served.check_state()
         self.state = served.states.get(self.start, ())
         if self.start and not self.state:
             self.resume = served.resume(self.start)
