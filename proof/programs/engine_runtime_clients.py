@@ -184,7 +184,7 @@ class EngineActor(Actor):
         stop, is_last = args.get("num", num_computed - args.get("back", 0)), args.get("is_last", False)
         if "num" not in args:
             served.check_computed(stop, chain)
-        tables, named = served.tables_of(None), args.get("checkpoints", served.named(stop))
+        tables, named = served.tables_of(None), args.get("checkpoints", served.named(stop, chain))
 
         def offer() -> None:
             served.request.offer(stop, tables, new, checkpoints=named, is_last=is_last)
@@ -234,7 +234,7 @@ class EngineActor(Actor):
             work.finish()
         step.__exit__(None, None, None)
         chain, stop = served.accepted(new)
-        named = served.named(stop)
+        named = served.named(stop, chain)
         request.offer(stop, served.tables_of(None), new, checkpoints=named, is_last=True)
         served.committed(stop, chain, new, stop, named)
         served.offered(stop)

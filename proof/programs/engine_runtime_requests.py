@@ -200,11 +200,11 @@ class EngineServed(Served):
             else:
                 self.own.pool.drop(one.block_ids)
 
-    def named(self, stop: int) -> Mapping[int, Sequence[int]]:
-        """The checkpoints that an offer of `stop` tokens names, with their blocks."""
+    def named(self, stop: int, chain: list[int]) -> Mapping[int, Sequence[int]]:
+        """The checkpoints that an offer of the first `stop` tokens of `chain` names, with their blocks."""
         found = {at: ids for at, ids in self.checkpoints.items() if isinstance(stop, int) and at <= stop}
         for at, ids in found.items() if not self.must_end else ():
-            if not self.engine.is_checkpoint(ids, self.prefix(at)):
+            if not self.engine.is_checkpoint(ids, chain[at - 1]):
                 raise Violation("wrong bytes", f"{self.name} has written a checkpoint at {at}, and it is not there")
         return found
 

@@ -256,7 +256,7 @@ class RequestCalls(Role):
         stop = args.get("num", num_computed - args.get("back", 0))
         if isinstance(stop, int) and "num" not in args:
             served.check_computed(stop, chain)
-        named = args.get("checkpoints", served.named(stop))
+        named = args.get("checkpoints", served.named(stop, chain))
 
         def commit() -> None:
             with self._naming(served.name, is_right="checkpoints" not in args):
@@ -286,7 +286,7 @@ class RequestCalls(Role):
         requests = [(served, *served.accepted(new)) for served in dict.fromkeys(batch) if served is not None]
         gone = (RequestState.DONE, RequestState.ABORTED, RequestState.PREEMPTED)
         requests = [one for one in requests if one[0].request.state not in gone]
-        named = [served.named(stop) for served, _, stop in requests]
+        named = [served.named(stop, chain) for served, chain, stop in requests]
         computed = [
             Computed(served.request, stop, new, found) for (served, _, stop), found in zip(requests, named, strict=True)
         ]

@@ -151,14 +151,14 @@ class Served:
         if counts:
             self.copied.update(one.num_tokens for one in checkpoints)
 
-    def named(self, stop: int) -> Collection[int]:
-        """The checkpoints that a commit of `stop` tokens names, all of them still in their blocks."""
+    def named(self, stop: int, chain: list[int]) -> Collection[int]:
+        """The checkpoints that a commit of the first `stop` tokens of `chain` names, all of them still in their blocks."""
         if not self.copied or not isinstance(stop, int) or self.request.state not in _COMPUTING:
             return ()
         found = tuple(sorted(at for at in self.copied if self.request.num_computed_tokens < at <= stop))
         planned = {one.num_tokens: one.block_ids for one in self.request.planned_checkpoints}
         for at in found if not self.must_end else ():
-            if at not in planned or not self.engine.is_checkpoint(planned[at], self.chain[at - 1]):
+            if at not in planned or not self.engine.is_checkpoint(planned[at], chain[at - 1]):
                 raise Violation("wrong bytes", f"{self.name} has written a checkpoint at {at}, and plans {planned}")
         return found
 
