@@ -184,7 +184,10 @@ class EngineActor(Actor):
         stop, is_last = args.get("num", num_computed - args.get("back", 0)), args.get("is_last", False)
         if "num" not in args:
             served.check_computed(stop, chain)
-        tables, named = served.tables_of(None), args.get("checkpoints", served.named(stop, chain))
+        tables, named = (
+            served.tables_of(None),
+            args.get("checkpoints", {} if "num" in args else served.named(stop, chain)),
+        )
 
         def offer() -> None:
             served.request.offer(stop, tables, new, checkpoints=named, is_last=is_last)

@@ -202,7 +202,7 @@ class EngineServed(Served):
 
     def named(self, stop: int, chain: list[int]) -> Mapping[int, Sequence[int]]:
         """The checkpoints that an offer of the first `stop` tokens of `chain` names, with their blocks."""
-        found = {at: ids for at, ids in self.checkpoints.items() if isinstance(stop, int) and at <= stop}
+        found = {at: ids for at, ids in self.checkpoints.items() if at <= stop}
         for at, ids in found.items() if not self.must_end else ():
             if not self.engine.is_checkpoint(ids, chain[at - 1]):
                 raise Violation("wrong bytes", f"{self.name} has written a checkpoint at {at}, and it is not there")

@@ -256,7 +256,7 @@ class RequestCalls(Role):
         stop = args.get("num", num_computed - args.get("back", 0))
         if isinstance(stop, int) and "num" not in args:
             served.check_computed(stop, chain)
-        named = args.get("checkpoints", served.named(stop, chain))
+        named = args.get("checkpoints", () if "num" in args else served.named(stop, chain))
 
         def commit() -> None:
             with self._naming(served.name, is_right="checkpoints" not in args):

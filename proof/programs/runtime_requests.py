@@ -152,8 +152,8 @@ class Served:
             self.copied.update(one.num_tokens for one in checkpoints)
 
     def named(self, stop: int, chain: list[int]) -> Collection[int]:
-        """The checkpoints that a commit of the first `stop` tokens of `chain` names, all of them still in their blocks."""
-        if not self.copied or not isinstance(stop, int) or self.request.state not in _COMPUTING:
+        """The checkpoints that a commit of the first `stop` tokens of `chain` names: they are still in their blocks."""
+        if not self.copied or self.request.state not in _COMPUTING:
             return ()
         found = tuple(sorted(at for at in self.copied if self.request.num_computed_tokens < at <= stop))
         planned = {one.num_tokens: one.block_ids for one in self.request.planned_checkpoints}
