@@ -3,7 +3,7 @@ reads."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import anyio
@@ -32,6 +32,8 @@ class ForwardFailed(Exception):  # noqa: N818 - what happened
 class TagEngine:
     """Computes and commits on one runtime. A wrong byte is a `Violation`, wherever it is read."""
 
+    SERVES_STATES: ClassVar[bool] = False
+    """Whether it keeps the running state of a request whose model has a recurrent state."""
     runtime: Any
     transport: SimulatedTransport
     env: SimulatedEnv

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import attrs
 
@@ -95,6 +95,7 @@ class Read:
 class ProgramEngine(SimulatedEngine):
     """Writes and reads blocks token by token."""
 
+    SERVES_STATES: ClassVar[bool] = True
     _chains: dict[object, int] = attrs.field(factory=dict)
     """The number of every prefix, by the number of the prefix before its last token, that token, and its span."""
     weights: int = 0
