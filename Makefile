@@ -14,7 +14,7 @@ PYTHON_GPU ?= $(BIN)/python
 
 PEERS := build/peers
 
-.PHONY: demo lint test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long tiers gpu gpu-dry attacks vllm vllm33 vllm-installed s3-server bench bench-peers compiled test-compiled lockstep compare-builds compiled-memory compiled-soak compiled-vllm wheels clean
+.PHONY: demo lint test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long prove-states tiers gpu gpu-dry attacks vllm vllm33 vllm-installed s3-server bench bench-peers compiled test-compiled lockstep compare-builds compiled-memory compiled-soak compiled-vllm wheels clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-dev.txt
@@ -94,6 +94,10 @@ mutants: $(VENV)/.installed
 prove-long: $(VENV)/.installed
 	$(MAKE) --no-print-directory mutants
 	$(BIN)/python -m proof --seconds 3000 --depth 8 --soak-seconds 300 $(PROOF_ARGS)
+
+# Random programs whose model has a recurrent state, a million calls: a quarter of an hour on two cores.
+prove-states: $(VENV)/.installed
+	$(BIN)/python -m proof states $(PROOF_ARGS)
 
 # Attacks on all that listens, over real sockets and processes, each figure beside its limit: some minutes, Linux only.
 attacks: $(VENV)/.installed

@@ -1,4 +1,5 @@
-"""`python -m proof`: run programs, explore schedules, replay and soak; `python -m proof mutants`: plant defects.
+"""`python -m proof`: run programs, explore schedules, replay and soak; `python -m proof mutants`: plant defects;
+`python -m proof states`: run programs whose model has a recurrent state.
 
 The results are printed and kept in build/proof/. Without `--seconds` everything ends by count, on any machine."""
 
@@ -20,7 +21,9 @@ from .report import Report
 PROCESSES = 2
 OUT = Path("build/proof")
 PARTS = ("programs", "campaign", "traces", "soak")
-"""The parts that run by default. The mutants are a run of their own."""
+"""The parts that run by default. The mutants and the programs with states are runs of their own."""
+OWN_RUNS = ("mutants", "states")
+NUM_PROGRAMS, NUM_STATE_PROGRAMS = 20_000, 25_000
 
 
 def launch(name: str, *words: str, hash_seed: str = "random") -> tuple[Path, subprocess.Popen[bytes]]:
@@ -90,14 +93,18 @@ def ninth_of(given: str) -> int | None:
 
 def _run(given: argparse.Namespace) -> Report:
     report = Report()
+    num_programs = NUM_PROGRAMS if given.programs is None else given.programs
     if "programs" in given.parts:
-        report.programs = part("programs", "--programs", str(given.programs), "--seconds", str(given.seconds))
+        report.programs = part("programs", "--programs", str(num_programs), "--seconds", str(given.seconds))
+    if "states" in given.parts:
+        number = str(NUM_STATE_PROGRAMS if given.programs is None else given.programs)
+        report.states = part("states", "--programs", number, "--seconds", str(given.seconds))
     if "campaign" in given.parts:
         report.campaign = part("campaign", "--depth", str(given.depth))
     if "mutants" in given.parts:
         ninth = ninth_of(given.ninth)
         words = ["--ninth", str(ninth)] if ninth is not None else []
-        budget = ("--programs", str(given.programs), "--ranges", str(given.ranges))
+        budget = ("--programs", str(num_programs), "--ranges", str(given.ranges))
         report.mutants = part("mutants", *words, *budget, "--only", given.only)
     if "traces" in given.parts:
         report.traces = traces()
@@ -108,9 +115,10 @@ def _run(given: argparse.Namespace) -> Report:
 
 def _given() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m proof", description=__doc__)
-    parts = f"{', '.join(PARTS)} (these four, if none is named), mutants"
+    parts = f"{', '.join(PARTS)} (these four, if none is named), {', '.join(OWN_RUNS)}"
     parser.add_argument("parts", nargs="*", metavar="PART", help=parts)
-    parser.add_argument("--programs", type=int, default=20_000, help="how many, and what a mutant is shown at most")
+    about = f"how many ({NUM_PROGRAMS:,}; with states {NUM_STATE_PROGRAMS:,}), and what a mutant is shown at most"
+    parser.add_argument("--programs", type=int, help=about)
     parser.add_argument("--seconds", type=float, default=0.0, help="go on with programs of new seeds for that long")
     parser.add_argument("--depth", type=int, default=1, help="of the campaign: how far each scenario is explored")
     parser.add_argument("--rests", type=int, default=12, help="of the soaks, each after some 400 requests")
@@ -120,10 +128,10 @@ def _given() -> argparse.Namespace:
     mutants.add_argument("--only", default="", metavar="TEXT", help="those with it in their name")
     mutants.add_argument("--ranges", type=int, default=1, help="of seeds: in each of them programs have to find it")
     given = parser.parse_args()
-    if unknown := set(given.parts) - {*PARTS, "mutants"}:
+    if unknown := set(given.parts) - {*PARTS, *OWN_RUNS}:
         parser.error(f"there is no part called {', '.join(unknown)}")
     given.parts = given.parts or list(PARTS)
-    if given.programs < 1 or given.ranges < 1 or given.depth < 1 or given.rests < 1:
+    if (given.programs is not None and given.programs < 1) or given.ranges < 1 or given.depth < 1 or given.rests < 1:
         parser.error("--programs, --ranges, --depth and --rests count from 1")
     if not any(given.only in mutant.name for mutant in MUTANTS):
         parser.error(f"argument --only: no mutant has {given.only!r} in its name")
@@ -136,7 +144,8 @@ def main() -> int:
     began_s = time.monotonic()
     report = _run(given)
     report.seconds = time.monotonic() - began_s
-    path = OUT / ("mutants.md" if given.parts == ["mutants"] else "report.md")
+    is_own_run = len(given.parts) == 1 and given.parts[0] in OWN_RUNS
+    path = OUT / (f"{given.parts[0]}.md" if is_own_run else "report.md")
     path.write_text(report.markdown())
     print(*report.lines(), f"{report.seconds:.0f} s; the tables are in {path}", sep="\n")
     return 0 if report.is_met else 1

@@ -18,14 +18,13 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .program_runs import ALL_FACES, FACES, PIECE, SEAM_FACES, SEAM_PIECE, ProgramPiece
+from .program_runs import ALL_FACES, ProgramPiece, shares
 
 ROOT = Path(__file__).parent.parent
 WALK = ROOT / "proof" / "program_digests.py"
@@ -124,13 +123,9 @@ def _faces(build: Build) -> list[str]:
 
 def _pieces(num_programs: int, first_seed: int, faces: Container[str] = ALL_FACES) -> list[ProgramPiece]:
     """Faces in their shares, and those whose programs take longest first."""
-    found = list[ProgramPiece]()
-    shares = {
-        **dict.fromkeys(SEAM_FACES, SEAM_PIECE),
-        **{face: share * PIECE for face, share in Counter(FACES).items()},
-    }
-    for face, share in sorted(shares.items(), key=lambda item: item[1]):
-        num = -(-num_programs * share // sum(shares.values())) if face in faces else 0
+    found, of_faces = list[ProgramPiece](), shares()
+    for face, share in sorted(of_faces.items(), key=lambda item: item[1]):
+        num = -(-num_programs * share // sum(of_faces.values())) if face in faces else 0
         found += [ProgramPiece(face, first_seed + at, min(MOST, num - at)) for at in range(0, num, MOST)]
     return found
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,14 +23,18 @@ __all__ = [
     "FACES",
     "SEAM_FACES",
     "RUNTIME_FACES",
+    "STATE_FACES",
     "ProgramPiece",
     "detect",
     "digests",
     "pieces",
+    "shares",
+    "state_pieces",
 ]
 
 Face = Literal[
-    "ledger", "kernel", "meddled", "engine", "meddled-engine", "asyncio", "trio", "engine-asyncio", "engine-trio"
+    "ledger", "kernel", "meddled", "engine", "meddled-engine", "asyncio", "trio", "engine-asyncio", "engine-trio",
+    "states", "engine-states", "asyncio-states", "trio-states", "engine-asyncio-states", "engine-trio-states",
 ]  # fmt: skip
 RUNTIME_FACES: tuple[Face, ...] = ("asyncio", "trio")
 ENGINE_RUNTIME_FACES: tuple[Face, ...] = ("engine-asyncio", "engine-trio")
@@ -42,13 +47,19 @@ FACES: tuple[Face, ...] = (
 long. Planted defects are shown to these faces."""
 SEAM_FACES: tuple[Face, ...] = ("kernel", "meddled", "meddled-engine")
 """The kernel without extensions, and ledgers with an extension that interferes at every hook."""
-ALL_FACES: tuple[Face, ...] = (*SEAM_FACES, *dict.fromkeys(FACES))
+STATE_FACES: tuple[Face, ...] = (
+    "states", "asyncio-states", "engine-states", "engine-asyncio-states",
+    "states", "trio-states", "engine-states", "engine-trio-states",
+)  # fmt: skip
+"""The faces in turn whose model has a recurrent state."""
+ALL_FACES: tuple[Face, ...] = (*SEAM_FACES, *dict.fromkeys(FACES), *dict.fromkeys(STATE_FACES))
 NUM_CALLS = 48
 """The calls of a program, about."""
 PIECE = 200
 """Programs that a worker explores at a time."""
-SEAM_PIECE = 100
-"""The same for a face of `SEAM_FACES`. It has one piece in each round of `FACES`."""
+SEAM_PIECE = STATE_PIECE = 100
+"""The same for a face of `SEAM_FACES` or `STATE_FACES`. These have one piece for each of their entries in each round of
+`FACES`."""
 MOST_SECONDS = 20.0
 """CPU seconds of this process for one program, which takes milliseconds."""
 MOST_SHORTENINGS = 3000
@@ -72,14 +83,32 @@ class ProgramPiece:
         return _as_json(self.face, explore_programs(self.face, self.first_seed, self.num_programs, NUM_CALLS))
 
 
+SIZES: dict[Face, int] = {
+    **dict.fromkeys(FACES, PIECE), **dict.fromkeys(SEAM_FACES, SEAM_PIECE), **dict.fromkeys(STATE_FACES, STATE_PIECE)
+}  # fmt: skip
+"""The programs of a piece, by face."""
+
+
 def pieces(num_programs: int, first_seed: int = 0) -> list[ProgramPiece]:
     """Pieces of at least `num_programs` programs in all: faces in their shares, seeds of each from `first_seed` on."""
-    sizes = {**dict.fromkeys(FACES, PIECE), **dict.fromkeys(SEAM_FACES, SEAM_PIECE)}
-    in_turn = (*FACES, *SEAM_FACES)
-    num_rounds = -(-num_programs // sum(sizes[face] for face in in_turn))
-    seeds = {face: itertools.count(first_seed, size) for face, size in sizes.items()}
-    found = [ProgramPiece(face, next(seeds[face]), sizes[face]) for _ in range(num_rounds) for face in in_turn]
+    return _in_turn((*FACES, *SEAM_FACES, *STATE_FACES), num_programs, first_seed)
+
+
+def state_pieces(num_programs: int, first_seed: int = 0) -> list[ProgramPiece]:
+    """As `pieces`, of the faces with a recurrent state alone."""
+    return _in_turn(STATE_FACES, num_programs, first_seed)
+
+
+def _in_turn(faces: Sequence[Face], num_programs: int, first_seed: int) -> list[ProgramPiece]:
+    num_rounds = -(-num_programs // sum(SIZES[face] for face in faces))
+    seeds = {face: itertools.count(first_seed, SIZES[face]) for face in faces}
+    found = [ProgramPiece(face, next(seeds[face]), SIZES[face]) for _ in range(num_rounds) for face in faces]
     return sorted(found, key=lambda piece: piece.face == "ledger")  # runtime programs take longest: first
+
+
+def shares() -> dict[Face, int]:
+    """By face, its programs in each round of the campaign."""
+    return {face: SIZES[face] * number for face, number in Counter((*SEAM_FACES, *FACES, *STATE_FACES)).items()}
 
 
 def _as_json(face: Face, found: ProgramTally) -> dict[str, Any]:

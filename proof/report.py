@@ -33,10 +33,11 @@ def _sum(parts: Iterable[dict[str, Any]], name: str) -> Counter[str]:
 
 @attrs.define
 class Report:
-    """`programs`, `campaign`, `mutants`, `traces` and `soaks` are what the processes wrote; a part that was not run is
-    empty."""
+    """`programs`, `states`, `campaign`, `mutants`, `traces` and `soaks` are what the processes wrote; a part that was
+    not run is empty."""
 
     programs: list[dict[str, Any]] = attrs.field(factory=list)
+    states: list[dict[str, Any]] = attrs.field(factory=list)
     campaign: list[dict[str, Any]] = attrs.field(factory=list)
     mutants: list[dict[str, Any]] = attrs.field(factory=list)
     traces: list[dict[str, str]] = attrs.field(factory=list)
@@ -50,6 +51,8 @@ class Report:
         found: list[Line] = []
         if self.programs:
             found += report_programs.lines(self.programs)
+        if self.states:
+            found += report_programs.state_lines(self.states)
         if self.campaign:
             found += self._campaign_lines()
         if self.mutants:
@@ -119,6 +122,8 @@ class Report:
         ]
         if self.programs:
             parts += report_programs.tables(self.programs)
+        if self.states:
+            parts += report_programs.state_tables(self.states)
         if self.campaign:
             parts += ["\n## Scenarios\n", self._scenario_table(), "\n## Faults\n", self._fault_table()]
         if self.mutants:

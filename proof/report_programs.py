@@ -10,13 +10,16 @@ from typing import Any
 import attrs
 
 from .features import refusal
+from .program_runs import STATE_FACES
 from .report_lines import Line, at_least, table
 
-__all__ = ["Pairs", "lines", "tables"]
+__all__ = ["Pairs", "lines", "state_lines", "state_tables", "tables"]
 
 Parts = Sequence[dict[str, Any]]
 Pair = tuple[str, str]
 MIN_PROGRAMS, MIN_CALLS = 20_000, 1_000_000
+MIN_STATE_PROGRAMS, MIN_STATE_CALLS = 2_000, 80_000
+"""In a campaign of all programs."""
 RARE = 20
 """A feature that fewer programs have met is only listed, and left out of the pairs, because it meets most others by
 chance alone."""
@@ -27,7 +30,21 @@ SIDES = {
     "runtime of an engine": ("engine-asyncio", "engine-trio"),
 }  # fmt: skip
 """The faces of each side. Features have different names on a ledger and on a runtime, and over an engine's blocks. The
-meddled faces are on no side: they make the same calls as the others, and are there for their violations."""
+meddled faces and those with states are on no side: they make the same calls as the others, and are there for their
+violations."""
+OF_STATES: dict[str, tuple[str, ...]] = {
+    "states": ("checkpoint", "checkpoint hit", "checkpoint left out", "invalidate", "preempt", "fork", "step", "disk"),
+    "engine-states": ("checkpoint", "checkpoint loaded", "invalidate", "pending", "disk"),
+    **dict.fromkeys(
+        ("asyncio-states", "trio-states"),
+        ("checkpoint", "checkpoint hit", "checkpoint left out", "invalidate", "preempt", "run_step", "restart"),
+    ),
+    **dict.fromkeys(
+        ("engine-asyncio-states", "engine-trio-states"),
+        ("checkpoint", "checkpoint loaded", "engine hit", "invalidate", "thread", "pending", "restart"),
+    ),
+}
+"""What programs with a recurrent state have to meet, by face."""
 
 
 @attrs.frozen
@@ -81,7 +98,7 @@ class Pairs:
 
 
 def lines(parts: Parts) -> list[Line]:
-    layouts = {layout for part in parts for layout in part["layouts"]}
+    layouts, with_states = {layout for part in parts for layout in part["layouts"]}, _with_states(parts)
     broken = [tuple(one[:2]) for part in parts for one in part["violations"]]
     return [
         at_least(f"programs ({_by_face(parts, 'programs')})", sum(part["programs"] for part in parts), MIN_PROGRAMS),
@@ -89,7 +106,26 @@ def lines(parts: Parts) -> list[Line]:
         Line("layouts of groups", "any", f"{len(layouts):,}", True),
         Line("violations by programs", "0", f"{len(broken)} {broken[:3] or ''}", not broken),
         *(_pair_line(Pairs.of(side, parts)) for side in SIDES),
+        *(state_lines(with_states, MIN_STATE_PROGRAMS, MIN_STATE_CALLS) if with_states else ()),
     ]
+
+
+def state_lines(parts: Parts, min_programs: int = MIN_PROGRAMS, min_calls: int = MIN_CALLS) -> list[Line]:
+    """The lines about programs whose model has a recurrent state."""
+    num_programs, num_calls = (sum(part[what] for part in parts) for what in ("programs", "calls"))
+    broken = [tuple(one[:2]) for part in parts for one in part["violations"]]
+    never = [f"{face}: {one}" for face, wanted in OF_STATES.items() for one in wanted if not _num_met(parts, face, one)]
+    return [
+        at_least(f"programs with states ({_by_face(parts, 'programs')})", num_programs, min_programs),
+        at_least(f"calls with states ({_by_face(parts, 'calls')})", num_calls, min_calls),
+        Line("violations by programs with states", "0", f"{len(broken)} {broken[:3] or ''}", not broken),
+        Line("features that programs with states never met", "none", f"{never or 'none'}", not never),
+    ]
+
+
+def _num_met(parts: Parts, face: str, feature: str) -> int:
+    pairs = (pair for part in parts if part["face"] == face for pair in part["pairs"])
+    return sum(int(count) for one, other, count in pairs if one == other == feature)
 
 
 def _pair_line(pairs: Pairs) -> Line:
@@ -104,8 +140,7 @@ def _pair_line(pairs: Pairs) -> Line:
 
 def tables(parts: Parts) -> Iterator[str]:
     """In markdown: the broken programs, the pairs that were met, and those that were not."""
-    for line, violation, test in (one for part in parts for one in part["violations"]):
-        yield f"\n### {line}\n\n{violation}\n" + (f"\n```python\n{test}```\n" if test else "")
+    yield from _broken(parts)
     for side in SIDES:
         pairs = Pairs.of(side, parts)
         yield f"\n## Programs on a {side} that met two features\n\n{pairs.table()}\n\nNever met:\n"
@@ -113,6 +148,23 @@ def tables(parts: Parts) -> Iterator[str]:
         yield table(("feature", "feature", "forbidden by"), [(x.one, x.other, x.refusal or "NOTHING") for x in never])
         rare = [f"{one} ({count})" for one, count in pairs.singly() if count < RARE]
         yield f"\nMet by fewer than {RARE} programs: {', '.join(rare) or 'none'}.\n"
+
+
+def state_tables(parts: Parts) -> Iterator[str]:
+    """In markdown: the broken programs, and how many programs of each face have met what they have to meet."""
+    yield from _broken(parts)
+    yield "\n## Programs with a recurrent state\n"
+    rows = [(face, one, f"{_num_met(parts, face, one):,}") for face, wanted in OF_STATES.items() for one in wanted]
+    yield table(("face", "feature", "programs"), rows)
+
+
+def _broken(parts: Parts) -> Iterator[str]:
+    for line, violation, test in (one for part in parts for one in part["violations"]):
+        yield f"\n### {line}\n\n{violation}\n" + (f"\n```python\n{test}```\n" if test else "")
+
+
+def _with_states(parts: Parts) -> Parts:
+    return [part for part in parts if part["face"] in STATE_FACES]
 
 
 def _by_face(parts: Parts, what: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .planting import preload
-from .program_runs import ProgramPiece, digests, pieces
+from .program_runs import ProgramPiece, digests, pieces, state_pieces
 from .verdicts import Budget, chosen, judge
 from .workers import share_out
 
@@ -27,13 +27,18 @@ TRACED_PROGRAMS = 36
 """Programs of each face that are compared between processes."""
 
 
-def programs(num_workers: int, num_programs: int, seconds: float) -> list[dict[str, Any]]:
+def programs(
+    num_workers: int,
+    num_programs: int,
+    seconds: float,
+    pieces_of: Callable[[int, int], list[ProgramPiece]] = pieces,
+) -> list[dict[str, Any]]:
     """Explore at least `num_programs` programs, in pieces; with `seconds`, go on with new seeds for that long."""
     preload()
     began_s = time.monotonic()
-    found = _programs(num_workers, pieces(num_programs))
+    found = _programs(num_workers, pieces_of(num_programs, 0))
     while time.monotonic() - began_s < seconds:
-        found += _programs(num_workers, pieces(LONG_PROGRAMS, first_seed=sum(one["programs"] for one in found)))
+        found += _programs(num_workers, pieces_of(LONG_PROGRAMS, sum(one["programs"] for one in found)))
     return found
 
 
@@ -129,6 +134,7 @@ def main() -> None:
 
 PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     "programs": lambda given: programs(given.of, given.programs, given.seconds),
+    "states": lambda given: programs(given.of, given.programs, given.seconds, state_pieces),
     "campaign": lambda given: campaign(given.of, given.depth),
     "mutants": lambda given: judge(given.of, chosen(given.ninth, given.only), Budget(given.programs, given.ranges)),
     "traces": lambda given: traces(),

@@ -3,13 +3,13 @@ reads."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import anyio
 import attrs
 
-from .._config.groups import AttentionKind, ChunkedLocal, SlidingWindow
+from .._config.groups import AttentionKind, ChunkedLocal, KVCacheGroup, SlidingWindow
 from .._kernel.states import NoEpoch
 from .._runtime.request import Request
 from .asks import Ask
@@ -32,6 +32,8 @@ class ForwardFailed(Exception):  # noqa: N818 - what happened
 class TagEngine:
     """Computes and commits on one runtime. A wrong byte is a `Violation`, wherever it is read."""
 
+    SERVES_STATES: ClassVar[bool] = False
+    """Whether it keeps the running state of a request whose model has a recurrent state."""
     runtime: Any
     transport: SimulatedTransport
     env: SimulatedEnv
@@ -68,6 +70,10 @@ class TagEngine:
         """Everything that the KV of a block depends on."""
         spans = tuple((span.start, span.digest) for span in ask.key_spans if span.start < len(tokens))
         return (ask.salt, ask.adapter, spans, group, tokens)
+
+    def state_tags(self, identity: object, group: KVCacheGroup) -> list[int]:
+        """The tags of the rows of a checkpoint. `identity`: that of the tokens before it, in its group."""
+        return [self.tags.of((identity, row)) for row in range(group.num_rows)]
 
     # -- commits --------------------------------------------------------------------------------------------------
 

@@ -47,10 +47,11 @@ class LineOracle:
 
     def _check_allocation(self, first: Waiter) -> None:
         admission = self.runtime.ledger.admission
-        missing = max(0, first.num_units - self._device_hit(first.request)) * self._width
+        hit = self._hit(first.request)
+        missing = max(0, first.num_units - hit.device_stop) * self._width + self._in_checkpoints(first.request, hit)
         if admission.num_missing(first.request, first.num_units) <= admission.num_available:
             raise Violation("a wait without a need", f"{first} waits and there is room")
-        if missing <= admission.num_available - self._evictable_of(first.request):
+        if missing <= admission.num_available - self._evictable_of(hit):
             raise Violation("a wait without a need", f"{first} waits; matched again it would fit")
         if not admission.others_hold_blocks():
             raise Violation("a wait without a need", f"{first} waits, and only waiters and pins hold room")
@@ -67,11 +68,22 @@ class LineOracle:
         limit = min((record.sequence.num_tokens - 1) // cache.layout.unit_tokens, record.hit_limit)
         return find_hit(cache.index, record.sequence, cache.layout, limit, record.hit_alignment)
 
-    def _device_hit(self, record: LedgerRequest) -> int:
-        return self._hit(record).device_stop
+    def _in_checkpoints(self, record: LedgerRequest, hit: Hit) -> int:
+        """Blocks that the checkpoints of `record` take after `hit`, if there is room for all of them: one that is
+        loaded, one at the end of the prompt, and one at the branch."""
+        layout = self.runtime.ledger.layout
+        if layout.recurrent is None:
+            return 0
+        ends = ((record.sequence.num_prompt_tokens - 1) // layout.unit_tokens, hit.full_stop)
+        planned = {end for end in (end - end % record.hit_alignment for end in ends) if end > hit.stop}
+        return (len(planned) + (hit.stop > hit.device_stop)) * int(layout.recurrent.width)
 
-    def _evictable_of(self, record: LedgerRequest) -> int:
-        """Evictable blocks of its own hit. Pinning the hit makes them unavailable."""
-        hit = self._hit(record)
+    def _evictable_of(self, hit: Hit) -> int:
+        """Evictable blocks of `hit`. Pinning it makes them unavailable."""
         unpinned = [run for run in hit.path if not run.parts[Tier.DEVICE].num_references]
-        return sum(max(0, min(run.stop, hit.device_stop) - run.start) for run in unpinned) * self._width
+        found = sum(max(0, min(run.stop, hit.device_stop) - run.start) for run in unpinned) * self._width
+        recurrent = self.runtime.ledger.layout.recurrent
+        if recurrent is not None:
+            parts = [run.part(Tier.DEVICE, recurrent.number) for run in hit.path]
+            found += sum(len(part.blocks) for part in parts if not part.num_references)
+        return found

@@ -141,6 +141,9 @@ class Rest:
 
     def _tags_of(self, ask: Ask, group: int, unit: int) -> list[int]:
         layout = self.runtime.ledger.layout
-        size = layout.groups[group].block_size
-        ends = range(unit * layout.unit_tokens + size, (unit + 1) * layout.unit_tokens + 1, size)
+        config, stop = layout.groups[group], (unit + 1) * layout.unit_tokens
+        if config.is_recurrent:
+            return self.engine.state_tags(self.engine.identity(ask, group, ask.tokens[:stop]), config)
+        size = config.block_size
+        ends = range(unit * layout.unit_tokens + size, stop + 1, size)
         return [self.engine.tags.of(self.engine.identity(ask, group, ask.tokens[:end])) for end in ends]

@@ -26,6 +26,7 @@ from .._kernel.states import NoEpoch
 from .._runtime.runtime import AnyRuntime, HostCacheRuntime, OffloadRuntime
 from .._transfer.ranks.rank import LocalRank
 from .._transfer.ranks.transport import RankTransport
+from ..errors import InvalidArgument
 from .asks import Ask
 from .choosers import chooser_of
 from .clients import Client, Log
@@ -142,7 +143,13 @@ class Simulation:
     ) -> SimulatedEngine:
         """Like `runtime`, for a whole configuration. `num_device_blocks` does not count the null block. `blocks_on`
         makes the `engine_blocks` of an engine that owns its device blocks. They report the owner of a block. `slots`
-        are the contents of the configured disk, empty by default."""
+        are the contents of the configured disk, empty by default. `InvalidArgument` if a group has a recurrent state,
+        unless engines of `kind` serve that."""
+        recurrent = [group.name for group in config.groups if group.is_recurrent]
+        if recurrent and not kind.SERVES_STATES:
+            raise InvalidArgument(
+                "groups", f"{recurrent[0]!r} has a RecurrentState, and a simulated engine keeps no running state"
+            )
         rng = random.Random(f"device {self.plan.seed}")
         device = Stream(self.scheduler, rng) if stream else None
         made = partial(

@@ -5,8 +5,9 @@ checks every law; a program that breaks one can be shortened (`Broken.shortest`)
 
 The faces: `ledger`; `kernel`, a ledger without any feature; `engine`, a `HostCache`; `meddled` and `meddled-engine`,
 these with an extension that leases, takes and cuts at every `on_` hook; `asyncio` and `trio`, an `OffloadRuntime` whose
-clients are tasks; `engine-asyncio` and `engine-trio`, a `HostCacheRuntime`. `replay_program("ledger seed=17 calls=60")`
-draws a program again from its line.
+clients are tasks; `engine-asyncio` and `engine-trio`, a `HostCacheRuntime`. The model of `states`, `engine-states`,
+`asyncio-states`, `trio-states`, `engine-asyncio-states` and `engine-trio-states` has a recurrent state.
+`replay_program("ledger seed=17 calls=60")` draws a program again from its line.
 
 `calls_of` lists the calls with their arguments. On a ledger and an engine, `who`, `name`, `step` and `job` are names of
 requests, pins or transfers, forwards, and jobs such as `r1:load:0`. `serve` is a whole request, `land` lands all that
@@ -15,7 +16,8 @@ was planned, `settle` says how one copy ends. On an engine, `ask` matches again,
 
 On a runtime, `who` is a client, `of` another one whose request it calls for. `hurry=True` does not wait for the call,
 `give_up_s` puts a scope around it. `num` is a number of tokens, `by` is counted from the end of the known tokens, and
-`back` backwards from the end of the computed ones. `style` of a step: "inline", "thread", "held".
+`back` backwards from the end of the computed ones. `style` of a step: "inline", "thread", "held". `most`: so many of
+the planned checkpoints are written, `also`: one more, after that unit.
 `call("cancel", who="a", how="native", after=2)` cancels when the client was suspended twice more; `fault` injects,
 `configure` sets options, `close` leaves the runtime.
 """

@@ -75,8 +75,8 @@ class EngineActor(Actor):
     async def _do_load(self, args: Any) -> None:
         if (found := self._loads(args)) is None:
             return
-        served, into = found
-        call: Callable[[], Awaitable[int]] = lambda: served.request.load(args.get("max_tokens"), into=into)  # noqa: E731
+        served, named = found
+        call: Callable[[], Awaitable[int]] = lambda: served.request.load(args.get("max_tokens"), **named)  # noqa: E731
         try:
             num_ready = await self.stage.attempt_async(f"load {served.name}", call, self._give_up_s(args))
         finally:
@@ -86,26 +86,26 @@ class EngineActor(Actor):
     async def _do_load_nowait(self, args: Any) -> None:
         if (found := self._loads(args)) is None:
             return
-        served, into = found
+        served, named = found
         what, most = f"load_nowait {served.name}", args.get("max_tokens")
-        pending = self.stage.attempt(what, lambda: served.request.load_nowait(most, into=into))
+        pending = self.stage.attempt(what, lambda: served.request.load_nowait(most, **named))
         served.load_refused()
         if pending is not None:
             served.pending = pending
             self.stage.met("load_nowait")
 
-    def _loads(self, args: Any) -> tuple[EngineServed, Any] | None:
-        """The request, and the tables for its load; None in their place if it has begun, or is to be refused."""
+    def _loads(self, args: Any) -> tuple[EngineServed, dict[str, Any]] | None:
+        """The request, and the blocks for its load; none if it has begun, or is to be refused."""
         served = self._own(args)
         if served is None or served.has_computed:
             return None
         if not (served.is_asking and served.is_answered):
             is_to_be_refused = served.request.state is not RequestState.PINNED
-            return (served, None) if is_to_be_refused else None
+            return (served, {}) if is_to_be_refused else None
         if not served.begin_load(args.get("max_tokens"), is_sparse=bool(args.get("sparse"))):
             self.stage.met("no room")
             return None
-        return served, served.tables_of(None)
+        return served, served.destinations()
 
     async def _do_wait(self, args: Any) -> None:
         served = self._own(args)
@@ -184,11 +184,18 @@ class EngineActor(Actor):
         stop, is_last = args.get("num", num_computed - args.get("back", 0)), args.get("is_last", False)
         if "num" not in args:
             served.check_computed(stop, chain)
-        tables = served.tables_of(None)
-        if self.stage.make(f"offer {served.name}", lambda: served.request.offer(stop, tables, new, is_last=is_last)):
-            if "num" in args:
+        tables, named = (
+            served.tables_of(None),
+            args.get("checkpoints", {} if "num" in args else served.named(stop, chain)),
+        )
+
+        def offer() -> None:
+            served.request.offer(stop, tables, new, checkpoints=named, is_last=is_last)
+
+        if self.stage.make(f"offer {served.name}", offer):
+            if "num" in args or "checkpoints" in args:
                 raise Violation("not refused", f"offer({stop!r}) of {served.name}")
-            served.committed(stop, chain, new, num_computed)
+            served.committed(stop, chain, new, num_computed, named)
             served.offered(num_computed)
             self.stage.met("last offer" if is_last else "offer")
 
@@ -219,7 +226,7 @@ class EngineActor(Actor):
             self.stage.met("no room")
             return
         try:
-            await request.load(into=served.tables_of(None))
+            await request.load(**served.destinations())
         finally:
             served.load_refused()
         if not served.may_compute:
@@ -230,8 +237,9 @@ class EngineActor(Actor):
             work.finish()
         step.__exit__(None, None, None)
         chain, stop = served.accepted(new)
-        request.offer(stop, served.tables_of(None), new, is_last=True)
-        served.committed(stop, chain, new, stop)
+        named = served.named(stop, chain)
+        request.offer(stop, served.tables_of(None), new, checkpoints=named, is_last=True)
+        served.committed(stop, chain, new, stop, named)
         served.offered(stop)
 
     # -- beside requests ------------------------------------------------------------------------------------------

@@ -11,15 +11,23 @@ import attrs
 from aoffload._kernel.states import RequestState
 
 from .program import Call, World, without_laziness
-from .runtime_draw import STATES, Drawing, draw_runtime_world
+from .runtime_draw import STATES, Drawing, draw_runtime_world, draw_runtime_world_with_states
 from .runtime_weights import ENGINE_ODDS
 
-__all__ = ["EngineDrawing", "draw_engine_options", "draw_engine_world"]
+__all__ = ["EngineDrawing", "draw_engine_options", "draw_engine_world", "draw_engine_world_with_states"]
 
 
 def draw_engine_world(rng: random.Random) -> World:
-    """Draw a world, often with room for several requests: none waits for free blocks, as engines of programs do not."""
-    world = without_laziness(draw_runtime_world(rng))
+    return _with_room(rng, draw_runtime_world(rng))
+
+
+def draw_engine_world_with_states(rng: random.Random) -> World:
+    return _with_room(rng, draw_runtime_world_with_states(rng))
+
+
+def _with_room(rng: random.Random, world: World) -> World:
+    """The world, often with room for several requests: none waits for free blocks, as engines of programs do not."""
+    world = without_laziness(world)
     return attrs.evolve(world, num_device_blocks=world.num_device_blocks * rng.choice((1, 2, 3)))
 
 
@@ -87,7 +95,8 @@ class EngineDrawing(Drawing):
         return {**super()._load_nowait(), **({"sparse": True} if self.rng.random() < 0.4 else {})}
 
     def _step(self) -> dict[str, Any]:
-        return {**super()._step(), **self._patience()}
+        also = {"also": self.rng.randint(1, 6)} if self.has_states and self.rng.random() < 0.3 else {}
+        return {**super()._step(), **self._patience(), **also}
 
     def _offer(self) -> dict[str, Any]:
         return {**self._commit(), **({"is_last": True} if self.rng.random() < 0.15 else {})}

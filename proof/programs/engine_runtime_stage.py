@@ -88,6 +88,7 @@ class EngineStage(Stage):
         assert isinstance(served, EngineServed)
         super().left(served)
         self.own.free(served)
+        served.drop_states()
         if self.pool.prefixes.get(served.name) == served.prefix and not self._is_deferred(served.name):
             del self.pool.prefixes[served.name]
 
@@ -125,6 +126,14 @@ class EngineStage(Stage):
 
     def _all(self) -> list[EngineServed]:
         return [served for served in self.live if isinstance(served, EngineServed)]
+
+    def check_told(self) -> None:
+        """Also of running states: they were copied out of blocks that may be gone."""
+        super().check_told()
+        for served in self._all():
+            wrong = [at for at, forwards in served.states.items() for one in forwards if one.wrong_from < at]
+            if wrong and not served.must_end:
+                raise Violation("not told", f"{served.name} has the state at token {wrong[0]}, which was taken back")
 
     # -- laws -----------------------------------------------------------------------------------------------------
 

@@ -49,11 +49,11 @@ __all__ = [
 
 Face = Literal[
     "ledger", "states", "kernel", "meddled", "engine", "engine-states", "meddled-engine", "asyncio", "trio",
-    "engine-asyncio", "engine-trio",
+    "engine-asyncio", "engine-trio", "asyncio-states", "trio-states", "engine-asyncio-states", "engine-trio-states",
 ]  # fmt: skip
-"""What a program calls: a `Ledger`, one of a model with a recurrent state, one without any feature (the kernel), a
-`HostCache`, either of them with an extension that interferes at every hook, or a runtime of either kind in a simulated
-loop."""
+"""What a program calls: a `Ledger`, one without any feature (the kernel), a `HostCache`, either of them with an
+extension that interferes at every hook, or a runtime of either kind in a simulated loop. The model of the faces with
+`states` has a recurrent state."""
 
 
 def check_face(face: object) -> Face:

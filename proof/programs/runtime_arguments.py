@@ -45,8 +45,9 @@ class ArgumentDrawing:
     def _room(self) -> int:
         """Tokens that fit on the device."""
         world = self._director.program.world
-        sizes = [shape.block_size for shape in world.groups]
-        return (world.num_device_blocks - 1) // sum(max(sizes) // size for size in sizes) * max(sizes)
+        unit = max(shape.block_size for shape in world.groups)
+        width = sum(unit // shape.block_size for shape in world.groups if shape.kind != "state")
+        return (world.num_device_blocks - 1) // width * unit
 
     def _more(self) -> int:
         """How many more tokens than are known to ask room for; now and then up to the whole device."""
@@ -127,7 +128,14 @@ class ArgumentDrawing:
             found["drafts"] = self._new()
         if rng.random() < 0.15:
             found["of"] = tuple(rng.sample(sorted(self._states), rng.randint(1, len(self._states))))
+        if self.has_states and rng.random() < 0.25:
+            found["most"] = rng.choice((0, 0, 1))
         return found
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has a recurrent state."""
+        return any(shape.kind == "state" for shape in self._director.program.world.groups)
 
     def _early(self) -> dict[str, Any]:
         return {**self._step(), "early": True}
@@ -199,4 +207,4 @@ class ArgumentDrawing:
         return {"s": self.rng.choice((0.0, 0.001, 0.01, 0.1, 1.0))}
 
     def _wrong(self) -> dict[str, Any]:
-        return dict(self.rng.choice(self.ODDS.wrong))
+        return dict(self.rng.choice(self.ODDS.wrong + (self.ODDS.wrong_states if self.has_states else ())))

@@ -3,13 +3,16 @@
 A block holds the tag of the prefix that ends in it, as in every simulation; and, token by token, the prefix that its KV
 stands for and the forward that has written it. Invalidating a forward makes everything wrong that was computed from it,
 however indirectly; only requests that were told may read that.
+
+A running state is known by the forward that has computed it last, which has read all before. A row of a checkpoint has
+one token, the last one that the state summarises.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar, TypeAlias
 
 import attrs
 
@@ -92,6 +95,7 @@ class Read:
 class ProgramEngine(SimulatedEngine):
     """Writes and reads blocks token by token."""
 
+    SERVES_STATES: ClassVar[bool] = True
     _chains: dict[object, int] = attrs.field(factory=dict)
     """The number of every prefix, by the number of the prefix before its last token, that token, and its span."""
     weights: int = 0
@@ -103,6 +107,8 @@ class ProgramEngine(SimulatedEngine):
     oldest: dict[LedgerRequest, int] = attrs.field(factory=dict)
     """By request: how often the weights had changed when it got its blocks or its load ended. It reads no earlier KV,
     unless equal weights computed it."""
+    met: Callable[[str], object] = attrs.field(default=lambda feature: None)
+    """Called with features that the program has met."""
     computing: set[LedgerRequest] = attrs.field(factory=set)
     """Requests that have begun to compute in place of a load: no answer comes any more."""
 
@@ -160,11 +166,28 @@ class ProgramEngine(SimulatedEngine):
         if record not in self.computing:
             self.oldest[record] = self.weights if self.num_resets else 0
 
-    def may_be_cached(self, chain: Sequence[int]) -> None:
-        """From now on, whole blocks of this prefix may hit."""
+    def may_be_cached(self, chain: Sequence[int], checkpoints: Iterable[int] = ()) -> None:
+        """From now on, whole blocks of this prefix may hit, and of the recurrent state these `checkpoints`."""
         for group, config in enumerate(self.runtime.config.groups):
-            for end in range(config.block_size, len(chain) + 1, config.block_size):
+            size = config.block_size
+            for end in checkpoints if config.is_recurrent else range(size, len(chain) + 1, size):
                 self.committed.add((group, chain[end - 1]))
+
+    def missing(self, chain: Sequence[int], start: int, stop: int) -> int:
+        """The first end of a block after token `start` that a hit of `stop` tokens takes, and that was never cached; 0:
+        there is none."""
+        for group, config in enumerate(self.runtime.config.groups):
+            size = config.block_size
+            ends = range(size, stop + 1, size)
+            for end in ends[-1:] if config.is_recurrent else ends:
+                if end > start and (group, chain[end - 1]) not in self.committed:
+                    return end
+        return 0
+
+    def allocated(self, tables: Tables) -> int:
+        """Tokens that block tables reach to."""
+        pairs = zip(tables, self.runtime.config.groups, strict=True)
+        return int(min(len(table) * config.block_size for table, config in pairs if not config.is_recurrent))
 
     # -- a forward ------------------------------------------------------------------------------------------------
 
@@ -172,7 +195,8 @@ class ProgramEngine(SimulatedEngine):
         """What attention reads for the token at `stop` in every group."""
         found = Read()
         for group, config in enumerate(self.runtime.ledger.layout.groups):
-            self._read_group(found, tables[group], config.block_size, chain, first_read(config.attention, stop), stop)
+            start = stop if config.is_recurrent else first_read(config.attention, stop)
+            self._read_group(found, tables[group], config.block_size, chain, start, stop)
         return found
 
     def _read_group(
@@ -200,7 +224,7 @@ class ProgramEngine(SimulatedEngine):
         content = self.device.content
         for group, config in enumerate(self.runtime.config.groups):
             size, table = config.block_size, tables[group]
-            for index in range(start // size, -(-stop // size)):
+            for index in () if config.is_recurrent else range(start // size, -(-stop // size)):
                 first, last = index * size, min(stop, (index + 1) * size)
                 held = content[table[index]]
                 before = held.cells if isinstance(held, Written) else ()
@@ -212,7 +236,7 @@ class ProgramEngine(SimulatedEngine):
     def check_written(self, name: str, tables: Tables, chain: Sequence[int], start: int, stop: int) -> None:
         """Computed tokens are still in their blocks, except where a window has moved on."""
         for group, config in enumerate(self.runtime.config.groups):
-            for position in range(start, stop):
+            for position in () if config.is_recurrent else range(start, stop):
                 index, offset = divmod(position, config.block_size)
                 block_id = tables[group][index]
                 held = self.device.content[block_id]
@@ -220,6 +244,57 @@ class ProgramEngine(SimulatedEngine):
                 cell = cells[offset] if offset < len(cells) else None
                 if block_id and (cell is None or cell[0] != chain[position]):
                     raise Violation("wrong bytes", f"{name} computed {_about(position, block_id, held, cell)}")
+
+    # -- the recurrent state --------------------------------------------------------------------------------------
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has a recurrent state."""
+        return self.runtime.ledger.layout.recurrent is not None
+
+    def _row_tags(self, prefix: int) -> list[int]:
+        """The tags of the rows of the checkpoint after `prefix`."""
+        groups = enumerate(self.runtime.config.groups)
+        return [
+            tag for group, config in groups if config.is_recurrent for tag in self.state_tags((group, prefix), config)
+        ]
+
+    def write_state(self, block_ids: Sequence[int], prefix: int, forward: Forward, stop: int) -> None:
+        """Copy the running state that `forward` has at token `stop` into a checkpoint."""
+        for tag, block_id in zip(self._row_tags(prefix), block_ids, strict=True):
+            self.device.content[block_id] = Written.of(tag, ((~prefix, forward, stop - 1),))
+
+    def read_state(self, found: Read, block_ids: Sequence[int], prefix: int, stop: int) -> None:
+        """Copy the checkpoint of `stop` tokens, which end with `prefix`, into the running state."""
+        tags = self._row_tags(prefix)
+        if len(block_ids) != len(tags):
+            found.problem = found.problem or f"a checkpoint of {len(block_ids)} rows, not {len(tags)}"
+        for row, (tag, block_id) in enumerate(zip(tags, block_ids, strict=False)):
+            held = self.device.content[block_id]
+            if not isinstance(held, Written) or held != tag or not block_id:
+                about = self.tags.name(held)
+                found.problem = found.problem or f"row {row} of the state at {stop} in block {block_id}: {about}"
+            else:
+                self.go_on(found, [cell[1] for cell in held.cells if cell is not None], stop)
+
+    @staticmethod
+    def go_on(found: Read, forwards: Iterable[Forward], stop: int) -> None:
+        """Go on from a running state at token `stop`, which `forwards` have computed."""
+        for forward in forwards:
+            found.forwards[forward] = max(found.forwards.get(forward, 0), stop)
+            if forward.wrong_from < stop:
+                found.stale = found.stale or f"the state at token {stop}, which {forward} has taken back"
+
+    def tear(self, block_ids: Sequence[int], content: int) -> None:
+        """Leave `content`, which nobody may read, in these blocks."""
+        for block_id in block_ids:
+            self.device.content[block_id] = content
+
+    def is_checkpoint(self, block_ids: Sequence[int], prefix: int) -> bool:
+        """Whether these blocks hold the state after `prefix`."""
+        return [self.device.content[block_id] for block_id in block_ids] == self._row_tags(prefix)
+
+    # -- what can be found ----------------------------------------------------------------------------------------
 
     def check_findable(self) -> None:
         """Nothing that was invalidated can be found in any tier."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import attrs
 
 from aoffload._kernel.states import RequestState
 from aoffload._runtime.steps import Computed
-from aoffload.errors import WrongState
+from aoffload.errors import CommitError, WrongState
 from aoffload.testing.early import until_given
 from aoffload.testing.violations import Violation
 
@@ -184,7 +185,9 @@ class RequestCalls(Role):
     def _begin_works(self, requests: list[Served], args: Any, pending: list[Any], works: list[Work]) -> None:
         drafts = tuple(args.get("drafts", ()))
         for served, load in zip(requests, pending, strict=True):
-            works.append(Work.begin(served, args.get("num", 1000), drafts, load))
+            works.append(
+                Work.begin(served, args.get("num", 1000), drafts, load, args.get("most", 9), args.get("also", 0))
+            )
             self.stage.met("early start" if load is not None else "step")
         if drafts:
             self.stage.met("drafts")
@@ -253,12 +256,29 @@ class RequestCalls(Role):
         stop = args.get("num", num_computed - args.get("back", 0))
         if isinstance(stop, int) and "num" not in args:
             served.check_computed(stop, chain)
-        found = self.stage.make(f"commit {served.name}", lambda: served.request.commit(stop, new))
+        named = args.get("checkpoints", () if "num" in args else served.named(stop, chain))
+
+        def commit() -> None:
+            with self._naming(served.name, is_right="checkpoints" not in args):
+                served.request.commit(stop, new, checkpoints=named)
+
+        found = self.stage.make(f"commit {served.name}", commit)
         if found:
-            if "num" in args:
+            if "num" in args or "checkpoints" in args:
                 raise Violation("not refused", f"commit({stop!r}) of {served.name}")
-            served.committed(stop, chain, new, num_computed)
+            served.committed(stop, chain, new, num_computed, named)
             self.stage.met("commit")
+
+    @staticmethod
+    @contextmanager
+    def _naming(name: str, *, is_right: bool = True) -> Iterator[None]:
+        """Around a commit of `name` that names checkpoints; `is_right`: which it has planned and written."""
+        try:
+            yield
+        except CommitError as error:
+            if is_right and error.argument == "checkpoints":
+                raise Violation("a checkpoint", f"{name} may not commit what it was to write: {error}") from error
+            raise
 
     async def _do_commit_step(self, args: Any) -> None:
         batch = [actor.served for name in args["of"] if (actor := self.stage.actors.get(name)) is not None]
@@ -266,10 +286,18 @@ class RequestCalls(Role):
         requests = [(served, *served.accepted(new)) for served in dict.fromkeys(batch) if served is not None]
         gone = (RequestState.DONE, RequestState.ABORTED, RequestState.PREEMPTED)
         requests = [one for one in requests if one[0].request.state not in gone]
-        computed = [Computed(served.request, stop, new) for served, _, stop in requests]
-        if self.stage.make("commit_step", lambda: self.stage.runtime.commit_step(computed)):
-            for served, chain, stop in requests:
-                served.committed(stop, chain, new, stop)
+        named = [served.named(stop, chain) for served, chain, stop in requests]
+        computed = [
+            Computed(served.request, stop, new, found) for (served, _, stop), found in zip(requests, named, strict=True)
+        ]
+
+        def commit() -> None:
+            with self._naming("a step"):
+                self.stage.runtime.commit_step(computed)
+
+        if self.stage.make("commit_step", commit):
+            for (served, chain, stop), found in zip(requests, named, strict=True):
+                served.committed(stop, chain, new, stop, found)
                 self.stage.met("commit_step")
 
     async def _do_invalidate(self, args: Any) -> None:

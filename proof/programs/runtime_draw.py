@@ -13,12 +13,12 @@ from aoffload.testing.faults import DISK_FAULTS, FAULTS, REMOTE_FAULTS
 
 from .job_draw import drawn_epoch
 from .load_choice import RANDOM
-from .program import Call, World, draw_world, with_a_disk, with_learning, words_of
+from .program import Call, World, draw_world, with_a_disk, with_learning, with_states, words_of
 from .runtime_arguments import ArgumentDrawing
 from .runtime_director import Director
 from .runtime_disk_draw import DiskDrawing
 
-__all__ = ["Drawing", "draw_opening", "draw_runtime_world"]
+__all__ = ["Drawing", "draw_opening", "draw_runtime_world", "draw_runtime_world_with_states"]
 
 NAMES = ("a", "b", "c", "d")
 FAULTS_THAT_LAST = ("fail", "refuse", "no_fence", "log")
@@ -28,6 +28,8 @@ _MANY = {"leap": 250, "block": 250, "worker": 250, "log": 60}
 """Faults with many opportunities in a program."""
 OF_HINTS = 0.06
 """The share of the calls that are hints, where eviction learns."""
+OF_STATES = 0.02
+"""The share of the calls with which two requests begin to compute the same prompt, where there is a recurrent state."""
 OF_WEIGHTS = 0.05
 """The share of the calls that set the weights' epoch, in worlds that do."""
 SEQUENCES = ("evict_prompt", "same_prompt")
@@ -41,14 +43,22 @@ STATES = {
 
 
 def draw_runtime_world(rng: random.Random) -> World:
+    return with_learning(with_a_disk(_draw_tiers(rng)))
+
+
+def draw_runtime_world_with_states(rng: random.Random) -> World:
+    return with_learning(with_a_disk(with_states(_draw_tiers(rng))))
+
+
+def _draw_tiers(rng: random.Random) -> World:
     """Draw a world. Most bugs need KV in host memory, so most worlds have a host, and a policy that stores there."""
     world = draw_world(rng)
     kind = rng.random()
     if kind < 0.3:
-        return with_learning(with_a_disk(attrs.evolve(world, num_host_blocks=0) if kind < 0.06 else world))
+        return attrs.evolve(world, num_host_blocks=0) if kind < 0.06 else world
     policy, num_host_blocks = rng.choice(("eager", "eager", world.store_policy)), world.num_host_blocks
     num_host_blocks = max(num_host_blocks, world.num_device_blocks)
-    return with_learning(with_a_disk(attrs.evolve(world, num_host_blocks=num_host_blocks, store_policy=policy)))
+    return attrs.evolve(world, num_host_blocks=num_host_blocks, store_policy=policy)
 
 
 def draw_opening(rng: random.Random, world: World) -> list[Call]:
@@ -169,6 +179,8 @@ class Drawing(ArgumentDrawing, DiskDrawing):
         if self._director.program.world.eviction != "lru" and self.rng.random() < OF_HINTS:
             verb, in_s = self.rng.choice(("returns", "returns", "done")), self.rng.choice((0.001, 0.3, 60.0))
             return Call("client_hint", {"who": name, **self._identity(), "verb": verb, "ttl_s": in_s})
+        if self.has_states and self.rng.random() < OF_STATES:
+            return self._same_state(name)
         if self._director.program.world.changes_weights and self.rng.random() < OF_WEIGHTS:
             return Call("weights", {"who": name, **drawn_epoch(self.rng).args})
         drawn = _drawn(self.rng, odds.next[self._state(name)])
@@ -190,6 +202,21 @@ class Drawing(ArgumentDrawing, DiskDrawing):
         if name_of in odds.becomes and "of" not in args and drawn != "wrong":
             self._states[name] = odds.becomes[name_of]
         return Call(name_of, {"who": name, **args})
+
+    def _same_state(self, name: str) -> Call:
+        """Two requests compute the same prompt, and the checkpoint of the second lies beside the KV of the first. A
+        third one may go on from there. Then it turns out that the second has failed."""
+        rng, second, third = self.rng, f"{name}'", f"{name}''"
+        tokens = self._tokens() + tuple(rng.randint(1, 3) for _ in range(rng.choice((2, 4, 8))))
+        least = {"step": {"most": 0}} if rng.random() < 0.8 else {}
+        calls = [Call("request", {"who": second, "tokens": tokens})]
+        for call in self.COMPUTES:
+            calls += [Call(call, {"who": name, **least.get(call, {})}), Call(call, {"who": second})]
+        wants = [Call("request", {"who": third, "tokens": (*tokens, 1, 2)})]
+        wants += [Call(call, {"who": third}) for call in self.COMPUTES[: rng.randint(0, len(self.COMPUTES))]]
+        failed = Call("invalidate", {"who": second, "back": rng.choice((1, 3, 30))})
+        self._ahead += [*calls, *wants, failed] if rng.random() < 0.7 else [*calls, failed, *wants]
+        return Call("request", {"who": name, "tokens": tokens})
 
     def _evict_prompt(self, name: str) -> Call:
         """Take prompts off the device: by a demotion, or by a request that fills it."""

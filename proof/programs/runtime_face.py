@@ -15,10 +15,10 @@ from aoffload.testing.simulation import Simulation, undisturbed, violation_of
 from aoffload.testing.violations import Violation
 
 from .engine_runtime_clients import EngineDirector
-from .engine_runtime_draw import EngineDrawing, draw_engine_options, draw_engine_world
+from .engine_runtime_draw import EngineDrawing, draw_engine_options, draw_engine_world, draw_engine_world_with_states
 from .program import Call, Face, Outcome, Program, World
 from .runtime_director import Director
-from .runtime_draw import Drawing, draw_opening, draw_runtime_world
+from .runtime_draw import Drawing, draw_opening, draw_runtime_world, draw_runtime_world_with_states
 
 __all__ = ["draw_and_run", "run_runtime_program"]
 
@@ -34,7 +34,13 @@ class _Kind:
 
 
 _OURS, _ENGINES = _Kind(), _Kind(EngineDirector, EngineDrawing, draw_engine_world, draw_engine_options)
-KINDS: Mapping[str, _Kind] = {"asyncio": _OURS, "trio": _OURS, "engine-asyncio": _ENGINES, "engine-trio": _ENGINES}
+_STATES = attrs.evolve(_OURS, world=draw_runtime_world_with_states)
+_ENGINE_STATES = attrs.evolve(_ENGINES, world=draw_engine_world_with_states)
+KINDS: Mapping[str, _Kind] = {
+    "asyncio": _OURS, "trio": _OURS, "engine-asyncio": _ENGINES, "engine-trio": _ENGINES,
+    "asyncio-states": _STATES, "trio-states": _STATES,
+    "engine-asyncio-states": _ENGINE_STATES, "engine-trio-states": _ENGINE_STATES,
+}  # fmt: skip
 
 
 def run_runtime_program(program: Program) -> Outcome:
@@ -69,7 +75,7 @@ def _run(program: Program, calls_for: Callable[[Director], Iterator[Call]]) -> t
     """Run the calls of `calls_for`; the program with the calls that were made. `program` need only have those that
     configure the run."""
     faults = tuple(Fault(**call.args) for call in program.calls if call.name == "fault")
-    backend = program.face.removeprefix("engine-")
+    backend = program.face.removeprefix("engine-").removesuffix("-states")
     simulation = Simulation(Plan(scenario="program", backend=backend, seed=program.seed, faults=faults))  # type: ignore[arg-type]
     director, made = KINDS[program.face].director(program, simulation), list[Call]()
 

@@ -263,5 +263,7 @@ class ClientCalls(RequestCalls):
             Work.begin(served, 1000, (), None).finish()
         chain, stop = served.accepted(tuple(args.get("new", ())))
         served.check_computed(stop, chain)
-        request.commit(stop, args.get("new", ()))
-        served.committed(stop, chain, tuple(args.get("new", ())), stop)
+        named = served.named(stop, chain)
+        with self._naming(served.name):
+            request.commit(stop, args.get("new", ()), checkpoints=named)
+        served.committed(stop, chain, tuple(args.get("new", ())), stop, named)

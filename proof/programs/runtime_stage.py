@@ -78,7 +78,7 @@ class Stage:
         """A runtime of its own, on what is on the disk."""
         self.events, self.recorder = RecordedEvents(), Recorder()
         self.engine = engine = self._engine()
-        self.events.answered = engine.answered
+        self.events.answered, engine.met = engine.answered, self.met
         self.runtime = engine.runtime
         self.recorder.calls_to(engine.runtime.ledger)
         self.runtime.ledger.watch(self.events)

@@ -13,7 +13,7 @@ from aoffload._extensions.pins import PinMoved, PinState
 from aoffload._extensions.transfers import CacheTransferMoved, CacheTransferState
 from aoffload._kernel.cache import PrefixCache
 from aoffload._kernel.events import Event, JobMoved, RequestMoved
-from aoffload._kernel.records import LedgerRequest, Part
+from aoffload._kernel.records import Checkpoints, LedgerRequest, Part
 from aoffload._kernel.states import JobState, RequestState
 from aoffload._kernel.waiting import WaitQueue
 from aoffload._runtime.runtime import AnyRuntime
@@ -54,7 +54,19 @@ def _of_request(record: LedgerRequest) -> tuple[Any, ...]:
         None if record.reserve is None else record.reserve.run.stop,
         None if waiter is None else (waiter.granted, waiter.error),
         None if record.load is None else sorted(job.job_id for job in record.load.jobs),
+        _of_checkpoints(record.checkpoints),
     )  # fmt: skip
+
+
+def _of_checkpoints(found: Checkpoints | None) -> tuple[Any, ...]:
+    if found is None:
+        return ()
+    ids = (found.incoming, found.resume, found.written)
+    return (
+        [(at, one.tobytes()) for at, one in found.planned.items()],
+        [one.tobytes() for one in ids],
+        [*found.published],
+    )
 
 
 class RecordedEvents:

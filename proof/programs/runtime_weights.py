@@ -27,6 +27,8 @@ class Odds:
     any: tuple[str, ...]
     """For `any`: calls that may fit in no state."""
     wrong: tuple[dict[str, Any], ...]
+    wrong_states: tuple[dict[str, Any], ...]
+    """More of them, for a model with a recurrent state."""
 
 
 NEXT: dict[str, tuple[tuple[str, int], ...]] = {
@@ -104,7 +106,11 @@ WRONG = (
     {"call": "resume", "num": 10**9},
     {"call": "resume", "num": 0},
 )
-RUNTIME_ODDS = Odds(NEXT, BECOMES, KEEPING, WHOLE, ANY, WRONG)
+WRONG_CHECKPOINTS: tuple[Any, ...] = ((10**6,), (-1,), (0,), (True,), ("x",), 3)
+RUNTIME_ODDS = Odds(
+    NEXT, BECOMES, KEEPING, WHOLE, ANY, WRONG,
+    tuple({"call": "commit", "checkpoints": checkpoints} for checkpoints in WRONG_CHECKPOINTS),
+)  # fmt: skip
 
 ENGINE_ODDS = Odds(
     {
@@ -138,4 +144,5 @@ ENGINE_ODDS = Odds(
         *WRONG_ANYWHERE, {"call": "request", "tokens": (1,), "salt": 3, "fewer": 9}, {"call": "offer", "num": 10**9},
         {"call": "offer", "num": -1}, {"call": "offer", "num": None}, {"call": "offer", "new": (-5,)},
     ),
+    ({"call": "offer", "checkpoints": (3,)}, {"call": "offer", "checkpoints": 3}),
 )  # fmt: skip

@@ -92,7 +92,7 @@ ENGINE_CALLS = {name: LEDGER_CALLS[name] for name in AS_ON_A_LEDGER} | _table({
 CLIENT = "who! of hurry give_up_s"
 IDENTITY = "tokens! salt adapter spans"
 ASK = f"{IDENTITY} name max_hit alignment reads_cache store max_store deadline_s"
-FORWARD = "num drafts style early"
+FORWARD = "num drafts style early most"
 WORLD = (
     "groups", "num_host_blocks", "store_policy", "max_job_bytes", "max_pinned_share", "max_prefetch_share", "disk",
     "max_fetch_share", "eviction", "max_hint_pinned_share", "max_hint_pin_s",
@@ -103,7 +103,7 @@ RUNTIME_CALLS = _table({
     "request": f"{CLIENT} {ASK}", "serve": f"{CLIENT} {ASK} new", "leave": f"{CLIENT} how record",
     "allocate": f"{CLIENT} num by", "allocate_nowait": f"{CLIENT} num by", "extend": f"{CLIENT} num by",
     "extend_nowait": f"{CLIENT} num by", "load": f"{CLIENT} max_tokens", "load_nowait": f"{CLIENT} max_tokens",
-    "wait": CLIENT, "step": f"{CLIENT} {FORWARD}", "end_step": CLIENT, "commit": f"{CLIENT} num back new",
+    "wait": CLIENT, "step": f"{CLIENT} {FORWARD}", "end_step": CLIENT, "commit": f"{CLIENT} num back new checkpoints",
     "commit_step": f"{CLIENT} of! new", "invalidate": f"{CLIENT} num back", "preempt": CLIENT,
     "preempt_nowait": CLIENT, "resume": f"{CLIENT} num by", "abort": f"{CLIENT} how",
     "client_hint": f"{CLIENT} {IDENTITY} verb! ttl_s",
@@ -119,7 +119,7 @@ RUNTIME_CALLS = _table({
 })  # fmt: skip
 
 AS_ON_A_RUNTIME = (
-    "configure", "fault", "cancel", "close", "leave", "wait", "step", "end_step", "invalidate", "abort", "pin", "unpin",
+    "configure", "fault", "cancel", "close", "leave", "wait", "end_step", "invalidate", "abort", "pin", "unpin",
     "client_hint", "flush", "reset", "weights", "lookup", "statistics", "integrity", "pause", "fetch", "begin_fetch",
     "request_fetch", "report_queue", "report_compute", "restored", "restart", "transfer_wait", "transfer_cancel",
 )  # fmt: skip
@@ -127,7 +127,8 @@ ENGINE_RUNTIME_CALLS = {name: RUNTIME_CALLS[name] for name in AS_ON_A_RUNTIME} |
     "request": f"{CLIENT} {ASK} fewer", "serve": f"{CLIENT} {ASK} new fewer",
     "match_again": f"{CLIENT} fewer", "match_again_nowait": f"{CLIENT} fewer",
     "load": f"{CLIENT} max_tokens sparse", "load_nowait": f"{CLIENT} max_tokens sparse",
-    "offer": f"{CLIENT} num back new is_last", "offer_deferred": CLIENT, "evict": CLIENT,
+    "step": f"{CLIENT} {FORWARD} also",
+    "offer": f"{CLIENT} num back new checkpoints is_last", "offer_deferred": CLIENT, "evict": CLIENT,
 })  # fmt: skip
 
 VERBS = ("pin", "prefetch", "demote", "returns", "done")
@@ -156,9 +157,10 @@ def calls_of(face: str) -> Mapping[str, Words]:
     """The calls that programs of a face may make, each with the arguments that it needs and may have."""
     faces = {
         "ledger": LEDGER_CALLS, "states": LEDGER_CALLS, "kernel": LEDGER_CALLS, "meddled": LEDGER_CALLS,
-        "engine": ENGINE_CALLS, "engine-states": ENGINE_CALLS,
-        "meddled-engine": ENGINE_CALLS, "asyncio": RUNTIME_CALLS, "trio": RUNTIME_CALLS,
+        "engine": ENGINE_CALLS, "engine-states": ENGINE_CALLS, "meddled-engine": ENGINE_CALLS,
+        "asyncio": RUNTIME_CALLS, "trio": RUNTIME_CALLS, "asyncio-states": RUNTIME_CALLS, "trio-states": RUNTIME_CALLS,
         "engine-asyncio": ENGINE_RUNTIME_CALLS, "engine-trio": ENGINE_RUNTIME_CALLS,
+        "engine-asyncio-states": ENGINE_RUNTIME_CALLS, "engine-trio-states": ENGINE_RUNTIME_CALLS,
     }  # fmt: skip
     if not isinstance(face, str) or face not in faces:
         raise InvalidArgument("face", f"must be one of {', '.join(faces)}, got {shown(face)}")

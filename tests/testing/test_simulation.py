@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aoffload._common.tiers import Tier
+from aoffload._config.groups import FullAttention, RecurrentState
 from aoffload.errors import InvalidArgument, TransferRefused
 from aoffload.testing import (
     FAULTS,
@@ -321,6 +322,12 @@ def test_what_is_no_plan_is_refused_by_name(text: str, says: str) -> None:
     """A line that was mistyped says what is wrong with it."""
     with pytest.raises(InvalidArgument, match=says):
         Plan.parse(text)
+
+
+def test_a_recurrent_state_is_refused_by_name() -> None:
+    """The simulated engine keeps no running state, so it does not pretend to serve such a model."""
+    with pytest.raises(InvalidArgument, match="groups: 'group1' has a RecurrentState"):
+        Simulation(Plan(scenario="states")).runtime(block_sizes=(2, 2), attention=(FullAttention(), RecurrentState()))
 
 
 @pytest.mark.parametrize("text", ["", "pct", "pct:x", "random:x", "exactly:1", "dice"])
