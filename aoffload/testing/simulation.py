@@ -21,8 +21,8 @@ from .._common.tiers import Tier
 from .._config.config import OffloadConfig
 from .._config.groups import AttentionKind, FullAttention, KVCacheGroup
 from .._host_cache.protocols import EngineBlocks
-from .._kernel.events import Observer
 from .._kernel.base import configured_groups
+from .._kernel.events import Observer
 from .._kernel.states import NoEpoch
 from .._runtime.runtime import AnyRuntime, HostCacheRuntime, OffloadRuntime
 from .._transfer.ranks.rank import LocalRank
