@@ -26,8 +26,8 @@ A path needs no limit of its number of checkpoints: those inside a path go befor
 
 **Cost.** The worth of all checkpoints changes all the time, because they age. But of those with equal `saved / freed`
 the oldest is worth least. So checkpoints are put into buckets by their quotient, half an octave wide, and only the
-oldest of each bucket are compared. A quotient is computed when the checkpoint is added, when a request has used the path
-or the next checkpoint has gone, and again before the checkpoint is evicted. In between, it may be out of date.
+oldest of each bucket are compared. A quotient is computed when the checkpoint is added, when a request has used the
+path or the next checkpoint has gone, and again before the checkpoint is evicted. In between, it may be out of date.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from functools import partial
 from heapq import heapify, heappop, heappush
 
+from .._kernel.extension import Build, LedgerExtension
 from .._kernel.pools import LeastRecentlyUsed
 from .._kernel.records import Part, Run
 
@@ -164,18 +166,19 @@ class CheckpointOrder:
 
     def _lost_checkpoint(self, part: Part) -> None:
         """A checkpoint is gone: the KV before it may be a tail, and the next checkpoint may be the last of its path."""
-        run: Run | None = part.run
         for other in part.run.parts_in(part.tier):
             self._may_be_tail(other)
-        place = self._place(part)
-        if (before := part.run.before) is not None:
-            for other in before.parts_in(part.tier)[1:]:  # its windows may reach back into that run
+        place, run = self._place(part), part.run.before
+        if run is not None:
+            for other in run.parts_in(part.tier)[1:]:  # its windows may reach back into that run
                 self._may_be_tail(other)
-        while (run := run.before) is not None:
-            if run.parts[place].blocks:
-                if run.parts[place] in self._checkpoints:
-                    self._changed[run.parts[place]] = None
+        while run is not None:
+            checkpoints = run.parts[place]
+            if checkpoints.blocks:
+                if checkpoints in self._checkpoints:
+                    self._changed[checkpoints] = None
                 return
+            run = run.before
 
     def _lost_kv(self, part: Part, parent: Run | None) -> None:
         """The KV of a run is gone: its checkpoint is useless, and the KV before it may be a tail."""
@@ -287,7 +290,7 @@ class CheckpointOrder:
         """The worth of a checkpoint."""
         if bucket == USELESS:
             return -1.0
-        return 2.0 ** (bucket / BUCKETS_PER_OCTAVE) / (self._uses.number - last_use + 1)
+        return math.exp2(bucket / BUCKETS_PER_OCTAVE) / (self._uses.number - last_use + 1)
 
     def _least(self) -> Part | None:
         """The checkpoint that is worth least."""
@@ -300,9 +303,9 @@ class CheckpointOrder:
 
     def _settle(self) -> None:
         """Compute the buckets of checkpoints that have changed."""
-        for part in self._changed:
+        changed, self._changed = self._changed, {}
+        for part in changed:
             self._compute(part)
-        self._changed.clear()
 
     # -- questions ------------------------------------------------------------------------------------------------
 
@@ -398,3 +401,18 @@ class _Preview:
             return order._is_tail(part)
         checkpoints = run.parts[order._place(part)]
         return not self._left(run) and (not checkpoints.blocks or checkpoints in self._gone)
+
+
+class CheckpointEviction(LedgerExtension):
+    """Evicts by `CheckpointOrder` in every tier, if the layout has a recurrent state."""
+
+    def on_build(self, build: Build) -> None:
+        build.when_sized(partial(self._set_orders, build))
+
+    @staticmethod
+    def _set_orders(build: Build) -> None:
+        recurrent = build.layout.recurrent
+        if recurrent is None:
+            return
+        for tier in build.sizes:
+            build.set_order(tier, partial(CheckpointOrder, recurrent.number, Uses()))
