@@ -87,6 +87,8 @@ class CheckpointOrder:
         """By bucket that has any, its checkpoints, the oldest first."""
         self._changed: dict[Part, None] = {}
         """Parts with checkpoints whose bucket has to be computed."""
+        self._split: list[Part] = []
+        """Parts of runs that were being split when they were added, and had no parts yet. They may be tails."""
 
     # -- changes --------------------------------------------------------------------------------------------------
 
@@ -99,7 +101,10 @@ class CheckpointOrder:
         if part.component == self._recurrent:
             self._keep(part)
             return
-        self._kv.add_newer(part, than)
+        if than.component == self._recurrent:  # the disk restores a part as the oldest one
+            self._kv.add_back(part)
+        else:
+            self._kv.add_newer(part, than)
         if not part.component:
             self._enter(part)
             if than.run.before is part.run and than in self._parents:  # the head of a split: it comes between the two
@@ -172,7 +177,7 @@ class CheckpointOrder:
         if run is not None:
             for other in run.parts_in(part.tier)[1:]:  # its windows may reach back into that run
                 self._may_be_tail(other)
-        while run is not None:
+        while run is not None and run.parts:  # else the run is being split, and its head has the checkpoint
             checkpoints = run.parts[place]
             if checkpoints.blocks:
                 if checkpoints in self._checkpoints:
@@ -191,6 +196,9 @@ class CheckpointOrder:
     # -- tails ----------------------------------------------------------------------------------------------------
 
     def _may_be_tail(self, part: Part) -> None:
+        if not part.run.parts:
+            self._split.append(part)
+            return
         if not self._is_tail(part):
             return
         self._num_entries += 1
@@ -229,9 +237,9 @@ class CheckpointOrder:
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def _keep(self, part: Part) -> None:
-        """Put a checkpoint into the bucket of the largest quotients until its own is computed."""
+        """Its bucket is computed later: a run that is being split has no parts yet."""
         self._num_entries += 1
-        self._put(part, self._bucket_of(part), self._num_entries)
+        self._put(part, 0, self._num_entries)
         self._changed[part] = None
 
     def _put(self, part: Part, bucket: int, number: int) -> None:
@@ -302,16 +310,21 @@ class CheckpointOrder:
         return None
 
     def _settle(self) -> None:
-        """Compute the buckets of checkpoints that have changed."""
-        changed, self._changed = self._changed, {}
-        for part in changed:
-            self._compute(part)
+        """Make up for what was put off while the cache was changing."""
+        if self._split:
+            parts, self._split = self._split, []
+            for part in parts:
+                if part.run.parts:
+                    self._may_be_tail(part)
+        if self._changed:
+            changed, self._changed = self._changed, {}
+            for part in changed:
+                self._compute(part)
 
     # -- questions ------------------------------------------------------------------------------------------------
 
     def oldest(self) -> Part | None:
-        if self._changed:
-            self._settle()
+        self._settle()
         if USELESS in self._buckets:
             return self._buckets[USELESS][0][2]
         return self._oldest_tail() or self._least() or self._kv.oldest()
@@ -323,6 +336,7 @@ class CheckpointOrder:
     def key(self, part: Part) -> tuple[int, float]:
         """Compares the first parts of several orders of the same tier."""
         if part.component == self._recurrent:
+            self._settle()
             bucket, last_use, _ = self._checkpoints[part]
             return (0 if bucket == USELESS else 2), self._score(bucket, last_use)
         return (1 if self._is_tail(part) else 3), float(part.last_use)
@@ -335,6 +349,7 @@ class CheckpointOrder:
 
     def __iter__(self) -> Iterator[Part]:
         """The parts in the order in which they would be evicted if no checkpoint changed its worth."""
+        self._settle()
         yield from _Preview(self).parts()
 
 
