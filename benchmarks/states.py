@@ -41,7 +41,7 @@ MODELS = {"Qwen3.5-27B": 23, "Kimi K3": 155, "Nemotron-3-Super": 200}
 SIZES = {"TRACE": (5000, 20_000, 60_000), "AGENTS": (10_000,)}
 """Blocks of the host."""
 WANTED = {("TRACE", 20_000): (0.86, 0.63, 0.58), ("AGENTS", 10_000): (0.98, 0.96, 0.95)}
-"""Wanted shares of the hits of KV alone, by model. Of these sizes, our hits have to be above those of each peer, too."""
+"""Wanted shares of the hits of KV alone, by model. In these sizes, our hits have to be above those of each peer."""
 NEAR_EXACT, MOST_TIME = 0.97, 1.5
 ROOT = Root("states")
 

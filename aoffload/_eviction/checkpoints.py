@@ -273,13 +273,24 @@ class CheckpointOrder:
         before, branch = self._before(run, place)
         if part.stop - part.first > 1:
             before = stop - 1
-        freed, share = part.width, 1.0
-        if not run.num_after:
+        freed, share, num_after = part.width, 1.0, self._num_after(run, full)
+        if not num_after:
             own = max(full.stop, stop) - max(before, branch)
             freed += own * full.width
-        elif run.num_after == 1 or stop < run.stop:
+        elif num_after == 1 or stop < run.stop:
             share = INNER
         return math.floor(BUCKETS_PER_OCTAVE * math.log2(share * (stop - before) * max(1, full.width) / freed))
+
+    def _num_after(self, run: Run, full: Part) -> int:
+        """How many paths of the tier go on after `run`, tails not counted; 2 stands for more."""
+        if full.num_references or not full.blocks:
+            return run.num_after
+        found = 0
+        for child in self._children.get(run, ()):
+            found += not self._is_tail(child)
+            if found > 1:
+                break
+        return found
 
     @staticmethod
     def _before(run: Run, place: int) -> tuple[int, int]:
