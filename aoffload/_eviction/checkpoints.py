@@ -430,7 +430,7 @@ class _Preview:
 
 
 class CheckpointEviction(LedgerExtension):
-    """Evicts by `CheckpointOrder` in every tier, if the layout has a recurrent state."""
+    """Evicts by `CheckpointOrder` in every tier that has no other order, if the layout has a recurrent state."""
 
     def on_build(self, build: Build) -> None:
         build.when_sized(partial(self._set_orders, build))
@@ -440,5 +440,5 @@ class CheckpointEviction(LedgerExtension):
         recurrent = build.layout.recurrent
         if recurrent is None:
             return
-        for tier in build.sizes:
+        for tier in build.sizes.keys() - build.orders.keys():  # a program's extension may have set one
             build.set_order(tier, partial(CheckpointOrder, recurrent.number, Uses()))
