@@ -175,7 +175,7 @@ def lru(asked: Sequence[Blocks], num_blocks: int, capacity: int, weight: float, 
 
 
 class _Checkpoint:
-    __slots__ = ("above", "below", "block", "is_branch", "last_use", "path", "stop")
+    __slots__ = ("above", "below", "block", "last_use", "path", "stop")
 
     def __init__(self, path: Blocks, stop: int, above: _Checkpoint | None, now: int) -> None:
         self.path = path
@@ -184,8 +184,6 @@ class _Checkpoint:
         self.above = above
         self.below: list[_Checkpoint] = []
         self.last_use = now
-        self.is_branch = False
-        """Whether it was at a branch once."""
 
 
 class _Worth:
@@ -206,9 +204,7 @@ class _Worth:
         if not one.below:
             branches = np.flatnonzero(num_children[one.path[: one.stop - 1]] > 1)
             freed += one.stop - max(start, int(branches[-1]) + 1 if len(branches) else 0)
-        elif num_children[one.block] > 1:
-            one.is_branch = True
-        elif not one.is_branch:
+        elif num_children[one.block] == 1:
             share = INNER
         return share * (one.stop - start) / freed
 

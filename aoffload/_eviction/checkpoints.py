@@ -19,7 +19,7 @@ The order, first to last:
    `age`     since its last use
 
    A checkpoint inside a path counts little (`INNER`), because most prompts go on from the end of the path or from a
-   branch. One that was at a branch once counts as if it still were: others have left the path there before.
+   branch.
 4. All else, the oldest first. There is nothing else unless leases or other tiers hold parts of a path.
 
 A path needs no limit of its number of checkpoints: those inside a path go before others of their age.
@@ -87,8 +87,6 @@ class CheckpointOrder:
         """By bucket that has any, its checkpoints, the oldest first."""
         self._changed: dict[Part, None] = {}
         """Parts with checkpoints whose bucket has to be computed."""
-        self._branches: dict[Part, None] = {}
-        """Checkpoints that were at a branch once, also pinned ones."""
         self._split: list[Part] = []
         """Parts of runs that were being split when they were added, and had no parts yet. They may be tails."""
 
@@ -131,7 +129,6 @@ class CheckpointOrder:
         if part.component == self._recurrent:
             self._drop(part)
             if is_lost:
-                self._branches.pop(part, None)
                 self._lost_checkpoint(part)
             return
         self._kv.remove(part)
@@ -280,22 +277,15 @@ class CheckpointOrder:
         if not num_after:
             own = max(full.stop, stop) - max(before, branch)
             freed += own * full.width
-        elif num_after > 1 and stop == run.stop:
-            self._branches[part] = None
-        elif part not in self._branches:
+        elif num_after == 1 or stop < run.stop:
             share = INNER
         return math.floor(BUCKETS_PER_OCTAVE * math.log2(share * (stop - before) * max(1, full.width) / freed))
 
     def _num_after(self, run: Run, full: Part) -> int:
-        """How many paths of the tier go on after `run`, tails not counted; 2 stands for more."""
-        if full.num_references or not full.blocks:
+        """The number of runs after `run` of which the tier holds KV."""
+        if full.num_references or not full.blocks:  # the order does not have all of them
             return run.num_after
-        found = 0
-        for child in self._children.get(run, ()):
-            found += not self._is_tail(child)
-            if found > 1:
-                break
-        return found
+        return len(self._children.get(run, ()))
 
     @staticmethod
     def _before(run: Run, place: int) -> tuple[int, int]:
@@ -325,11 +315,6 @@ class CheckpointOrder:
                 return part
         return None
 
-    def _sweep_branches(self) -> None:
-        """Forget checkpoints that were withdrawn while they were pinned."""
-        if len(self._branches) > MIN_TO_SWEEP + 2 * len(self._checkpoints):
-            self._branches = {part: None for part in self._branches if part.blocks}
-
     def _settle(self) -> None:
         """Make up for what was put off while the cache was changing."""
         if self._split:
@@ -341,7 +326,6 @@ class CheckpointOrder:
             changed, self._changed = self._changed, {}
             for part in changed:
                 self._compute(part)
-            self._sweep_branches()
 
     # -- questions ------------------------------------------------------------------------------------------------
 
