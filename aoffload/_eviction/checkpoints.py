@@ -74,7 +74,7 @@ class CheckpointOrder:
         self._kv = LeastRecentlyUsed()
         """All parts but checkpoints."""
         self._parents: dict[Part, Run | None] = {}
-        """Of each part of full attention in the order, the run before it."""
+        """Of each part in the order but checkpoints, the run before it; None for those of windows."""
         self._children: dict[Run, dict[Part, None]] = {}
         """Of each run that has any, the parts of full attention after it that are in the order. If a run is not pinned,
         no run after it is, so these are all that the tier holds."""
@@ -105,7 +105,9 @@ class CheckpointOrder:
             self._kv.add_back(part)
         else:
             self._kv.add_newer(part, than)
-        if not part.component:
+        if part.component:
+            self._parents[part] = None
+        else:
             self._enter(part)
             if than.run.before is part.run and than in self._parents:  # the head of a split: it comes between the two
                 self._leave(than)
@@ -117,7 +119,9 @@ class CheckpointOrder:
             self._keep(part)
             return
         self._kv.add_back(part)
-        if not part.component:
+        if part.component:
+            self._parents[part] = None
+        else:
             self._enter(part)
             checkpoints = part.run.parts[self._place(part)]
             if checkpoints in self._checkpoints:
@@ -133,6 +137,7 @@ class CheckpointOrder:
             return
         self._kv.remove(part)
         if part.component:
+            del self._parents[part]
             return
         if not is_lost and not part.num_references:  # it is merged into the run after it, which follows its parent now
             parent = self._parents[part]
@@ -211,13 +216,11 @@ class CheckpointOrder:
     def _is_tail(self, part: Part) -> bool:
         """Whether `part` is in the order and brings no hit, because no checkpoint of the tier follows it."""
         run = part.run
-        if part.num_references or not part.blocks or not run.parts or run.parts[self._place(part)].blocks:
+        if part not in self._parents or not part.blocks or not run.parts or run.parts[self._place(part)].blocks:
             return False
         children = self._children.get(run)
         if not part.component:
-            return children is None and part in self._parents
-        if part.component == self._recurrent:
-            return False
+            return children is None
         place = self._place(part)
         return children is None or not any(child.run.parts[place].blocks for child in children)
 
