@@ -79,6 +79,20 @@ def test_the_branch_is_planned_where_the_kv_goes_further_than_the_states() -> No
     assert driven.hit(third) == (0, 12)
 
 
+def test_the_end_of_an_answer_is_no_branch() -> None:
+    """The next turn of a conversation finds the KV of the answer, and no other prompt leaves the path there."""
+    driven = Hybrid()
+    request = driven.running(A)
+    driven.land(driven.commit(request))
+    driven.ledger.extend_nowait(request, 32)
+    answer = prompt(8, 11)
+    driven.land([*driven.commit(request, 31, answer), *driven.release(request)])
+    following = driven.running(A + answer + prompt(9, 9))
+    assert (driven.resumes_at(following), driven.planned(following)) == (20, [40])
+    other = driven.running(A + answer[:3] + prompt(7, 9))
+    assert (driven.resumes_at(other), driven.planned(other)) == (20, [24, 32])
+
+
 def test_a_hit_plans_no_checkpoint_that_is_there() -> None:
     """A repeated prompt continues from its checkpoint, and plans nothing."""
     driven = Hybrid()
