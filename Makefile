@@ -116,7 +116,7 @@ gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),$(VENV)/.installed)
 gpu-dry: $(VENV)/.installed
 	$(BIN)/python -m proof.gpu.dry $(GPU_ARGS)
 
-# The connector inside vLLM's engine, in twenty-seven minutes at most beside the installation; the table is in
+# The connector inside vLLM's engine, in twenty-nine minutes at most beside the installation; the table is in
 # build/vllm/report.md. VLLM_ARGS="--short" for what every change has to pass, or the name of a part.
 vllm: vllm-installed
 	$(PEERS)/vllm/bin/python -m proof.vllm $(VLLM_ARGS)

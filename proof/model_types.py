@@ -3,7 +3,7 @@
     python -m proof.model_types              writes the table of docs/models.md (some minutes)
     python -m proof.model_types llama dbrx   prints the result for these types
 
-A tiny model of each type is built from its config, with random weights. If `TransformersModel` accepts it, its answers
+A tiny model of each type is built from its config, with random weights. If `serve` accepts it, its answers
 must be those of the model's own forward. This check shares no code with the proof at loading, and its prompts are
 several times as long as the windows.
 """
@@ -19,6 +19,9 @@ from typing import Any
 import attrs
 import torch
 
+from aoffload._reference.engine.hybrid import HybridModel
+from aoffload._reference.engine.pretrained import serve
+from aoffload._reference.engine.recurrent import RecurrentSlice
 from aoffload._reference.engine.transformers import TransformersModel
 from aoffload.errors import AoffloadError
 from aoffload.integrations import PagedBatch, SequenceSlice
@@ -79,6 +82,7 @@ _NEEDS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "bamba": {"attn_layer_indices": [1, 4]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
@@ -86,6 +90,7 @@ _NEEDS: dict[str, dict[str, Any]] = {
     "gemma4_text": SHARED,
     "gemma4_unified_text": SHARED,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 3},
     "inkling2_loop_text": {"n_layers_per_attn_res_block": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 3},
     "mamba2": {"num_heads": 8},
@@ -136,7 +141,7 @@ def examine(kind: str) -> Finding:
     except Exception as error:  # noqa: BLE001 - transformers may raise anything for a size
         return Finding(kind, "not built", _one_line(f"{type(error).__name__}: {error}"))
     try:
-        served = TransformersModel(ours)
+        served = serve(ours)
     except AoffloadError as error:
         return Finding(kind, "refused", _one_line(str(error).removeprefix("model: ")))
     problem = difference(plain, served)
@@ -153,7 +158,8 @@ def difference(plain: Any, served: TransformersModel) -> str:
         [[1 + i + 2 * (g + len(served.groups) * b) for b in range(8)] for g in range(len(served.groups))]
         for i in (0, 1)
     ]
-    kv_cache = served.new_kv_cache(1 + 16 * len(served.groups), 8).fill_(torch.nan)
+    num_blocks = 1 + 16 * len(served.groups)
+    kv_cache = served.new_kv_cache(num_blocks + _num_state_rows(served) * len(prompts), 8).fill_(torch.nan)
     with torch.inference_mode():
         wanted = [plain(input_ids=torch.tensor([prompt]), use_cache=False).logits[0] for prompt in prompts]
     sizes = [len(prompt) - num_decoded for prompt in prompts]
@@ -161,12 +167,28 @@ def difference(plain: Any, served: TransformersModel) -> str:
     steps += [[(size + at, size + at + 1) for size in sizes] for at in range(num_decoded)]
     for step in steps:
         slices = [SequenceSlice(prompts[i][a:b], a, tables[i]) for i, (a, b) in enumerate(step)]
+        if isinstance(served, HybridModel):
+            slices = [_resuming(served, part, kv_cache, num_blocks, i) for i, part in enumerate(slices)]
         found = served.forward(PagedBatch.of(slices, 8), kv_cache)
         for i, (_, end) in enumerate(step):
             off, size = (found[i] - wanted[i][end - 1]).abs().max(), wanted[i][end - 1].std()
             if not off <= 2e-3 * size or found[i].argmax() != wanted[i][end - 1].argmax():
                 return f"after {end} tokens the logits are {float(off / size):.2g} of their size off"
     return ""
+
+
+def _num_state_rows(served: TransformersModel) -> int:
+    return served.states.num_rows(served.new_kv_cache(1, 8)) if isinstance(served, HybridModel) else 0
+
+
+def _resuming(
+    served: HybridModel, part: SequenceSlice, kv_cache: torch.Tensor, first_row: int, number: int
+) -> RecurrentSlice:
+    """The slice with a fresh slot, which begins with the checkpoint of the slice before, and leaves one."""
+    num_rows = _num_state_rows(served)
+    rows = [first_row + number * num_rows + at for at in range(num_rows)]
+    slot, resume = served.states.new_slot(kv_cache), rows if part.start else ()
+    return RecurrentSlice(part.token_ids, part.start, part.block_ids, slot=slot, resume=resume, checkpoint=rows)
 
 
 def tiny_model(kind: str) -> Any:
@@ -221,9 +243,9 @@ def _sizes(default: Any) -> dict[str, Any]:
 
 def _groups(served: TransformersModel) -> str:
     windows = {group.window for group in served.groups}
-    if windows == {None}:
-        return "full attention"
-    return "windows" if None not in windows else "windows and full attention"
+    found = ["windows"] if windows - {None} else []
+    found += ["recurrent states"] if isinstance(served, HybridModel) else []
+    return " and ".join(found + (["full attention"] if None in windows else []))
 
 
 def _one_line(text: str) -> str:

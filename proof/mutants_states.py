@@ -9,6 +9,8 @@ __all__ = ["STATE_MUTANTS"]
 COMMITS, LEASES, LOADS = "aoffload._kernel.commits", "aoffload._kernel.leases", "aoffload._kernel.loads"
 CACHE, INDEX, JOBS = "aoffload._kernel.cache", "aoffload._kernel.index", "aoffload._kernel.jobs"
 WAITING, INVALIDATION = "aoffload._kernel.waiting", "aoffload._extensions.invalidation"
+ORDER = "aoffload._eviction.checkpoints"
+ORDER_TEST = "tests/core/test_checkpoint_order.py::"
 HOST_CACHE, OFFERS = "aoffload._host_cache.host_cache", "aoffload._host_cache.offers"
 TEST = "tests/core/test_checkpoints.py::"
 PROGRAMS = TEST + "test_random_programs_with_states[states]"
@@ -178,14 +180,6 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         test=TEST + "test_a_fork_continues_where_its_parent_does",
     ),
     Mutant(
-        "a fork pins all later checkpoints",
-        "aoffload._extensions.forks",
-        "starts = [start if start == NO_LIMIT else min(start, run.stop) for start in lease.starts]",
-        "starts = [min(start, run.stop) for start in lease.starts]",
-        "a lease pins what its request needs",
-        test=PROGRAMS,
-    ),
-    Mutant(
         "an invalidation leaves a checkpoint beside KV of another request",
         INVALIDATION,
         "            self._withdraw_checkpoints(sources)\n",
@@ -215,7 +209,7 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         "            if is_of_it and any(",
         "            if False and any(",
         "a copy of wrong bytes publishes nothing",
-        test=PROGRAMS,
+        test=TEST + "test_an_invalidation_finds_a_checkpoint_beside_kv_of_another_request",
     ),
     Mutant(
         "an engine's load without its checkpoint counts",

@@ -9,10 +9,10 @@ __all__ = ["VLLM_COPY_MUTANTS"]
 OURS = "aoffload._vllm"
 SCHEDULER, CONNECTOR, OUTBOX = f"{OURS}.scheduler", f"{OURS}.connector", f"{OURS}.messages"
 WORKER, MESSAGES, BLOCKS, COPIES = f"{OURS}.worker", f"{OURS}.messages", f"{OURS}.blocks", f"{OURS}.worker"
-GROUPS, REGIONS = f"{OURS}.groups", f"{OURS}.blocks"
+GROUPS, REGIONS, STATES = f"{OURS}.groups", f"{OURS}.blocks", f"{OURS}.states"
 TESTS = "tests/integrations/vllm_connector/test_vllm"
 STEPS, LOST, WHOLE = f"{TESTS}_steps.py::", f"{TESTS}_lost_loads.py::", f"{TESTS}_connector.py::"
-OF_GROUPS, LAYOUTS = f"{TESTS}_groups.py::", f"{TESTS}_regions.py::"
+OF_GROUPS, LAYOUTS, OF_STATES = f"{TESTS}_groups.py::", f"{TESTS}_regions.py::", f"{TESTS}_states.py::"
 
 RESULTS = (
     Mutant(
@@ -161,8 +161,10 @@ GROUPED = (
     Mutant(
         "vLLM: all groups cached",
         GROUPS,
-        "        return [block_tables[number] for number in self.ids]\n",
-        "        return [block_tables[number] for number in range(len(self.ids))]\n",
+        "            () if group.is_recurrent else block_tables[number]\n"
+        "            for number, group in zip(self.ids, self.groups, strict=True)\n",
+        "            () if group.is_recurrent else block_tables[number]\n"
+        "            for number, group in enumerate(self.groups)\n",
         "only groups whose blocks can be found are cached",
         test=f"{OF_GROUPS}test_only_groups_whose_blocks_can_be_found_are_cached",
     ),
@@ -183,12 +185,36 @@ GROUPED = (
         test=f"{OF_GROUPS}test_ranks_that_share_a_block",
     ),
     Mutant(
-        "vLLM: recurrent state cached",
+        "vLLM: states cached in modes without checkpoints",
         GROUPS,
-        "        if kv_cache_config.has_mamba_layers:\n",
-        "        if kv_cache_config.has_mamba_layers and not ids:\n",
+        '    if mode != "align":\n',
+        "    if not mode:\n",
         "what cannot be cached is refused at the start",
-        test=f"{OF_GROUPS}test_what_cannot_be_cached_is_refused",
+        test=f"{OF_STATES}test_what_cannot_work_with_states_is_refused_before_the_weights",
+    ),
+    Mutant(
+        "vLLM: a checkpoint that one group lacks",
+        GROUPS,
+        "all(at in of for of in of_groups)",
+        "any(at in of for of in of_groups)",
+        "a checkpoint has the states of all layers",
+        test=f"{OF_STATES}test_a_store_reads_only_blocks_that_hold_checkpoints",
+    ),
+    Mutant(
+        "vLLM: a checkpoint inside a block taken for that of the block",
+        GROUPS,
+        "if not at % unit and at <= most",
+        "if at <= most",
+        "a state is stored under its own position, and a running state never",
+        test=f"{OF_STATES}test_a_checkpoint_inside_a_block_is_left_out",
+    ),
+    Mutant(
+        "vLLM: the junction of host memory forgets vLLM's own",
+        STATES,
+        "        request.shared_prefix_boundary = max(request.shared_prefix_boundary, planned[0])\n",
+        "        request.shared_prefix_boundary = planned[0]\n",
+        "prompts that part hit what they share",
+        test=f"{OF_STATES}test_the_deepest_junction_is_where_the_next_checkpoint_is_made",
     ),
     Mutant(
         "vLLM: looks for window blocks in the first group",

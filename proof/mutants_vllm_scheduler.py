@@ -33,11 +33,11 @@ MATCHES = (
     Mutant(
         "vLLM: pins end with the step",
         SCHEDULER,
-        "        plans += self._plan_stores(output.num_scheduled_tokens)\n",
+        "        plans += self._plan_stores(output)\n",
         "        for found in self.requests.values():\n"
         "            if found.is_asking and found.request_id not in output.num_scheduled_tokens:\n"
         '                found.leave(self.ledger, "not scheduled")\n'
-        "        plans += self._plan_stores(output.num_scheduled_tokens)\n",
+        "        plans += self._plan_stores(output)\n",
         "what was found is there when vLLM has blocks for it, in whatever step that is",
         test=f"{ASKED}test_what_was_found_stays_while_there_is_no_room",
     ),
@@ -232,10 +232,16 @@ STEP = (
     Mutant(
         "vLLM: blocks offered in the middle of one",
         SCHEDULER,
-        "            if num_computed // self._unit > found.offered_stop:\n",
+        "            if num_computed // self._unit > found.offered_stop or checkpoints:\n",
         "            if num_computed // self._unit >= found.offered_stop:\n",
         "most steps cost nothing",
-        also=(Patch(SCHEDULER, "            if num_computed < found.next_offer:\n", "            if False:\n"),),
+        also=(
+            Patch(
+                SCHEDULER,
+                "            if num_computed < found.next_offer and not checkpoints:\n",
+                "            if False:\n",
+            ),
+        ),
         test=f"{STEPS}test_a_step_that_fills_no_block_reads_no_table",
     ),
     Mutant(

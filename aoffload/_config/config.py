@@ -233,6 +233,11 @@ class OffloadConfig:
             raise ConfigError("num_host_blocks", "is 0: blocks of a disk or a remote store pass through host memory")
         if self.quotas is not None and callable(self.eviction):
             raise ConfigError("quotas", "need the eviction 'lru' or 'learned', and not an order of the program's own")
+        is_recurrent = any(isinstance(group, KVCacheGroup) and group.is_recurrent for group in self.groups)
+        if is_recurrent and not callable(self.eviction) and self.eviction != "lru":
+            raise ConfigError(
+                "eviction", "has to be 'lru' with a recurrent state: learned eviction knows no checkpoints"
+            )
         for name in ("host_bytes", "max_bytes_in_flight", "max_job_bytes"):
             if getattr(self, name) is not None or name == "max_job_bytes":
                 parse_bytes(name, getattr(self, name))

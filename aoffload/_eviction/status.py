@@ -17,6 +17,8 @@ class EvictionRule(enum.Enum):
     """Least recently used first."""
     LEARNED = "learned"
     """The blocks that are worth least first: the fewest expected hits for the space and the time that they take."""
+    CHECKPOINTS = "checkpoints"
+    """The order of layouts with a recurrent state: see `eviction/checkpoints`."""
     OWN = "own"
     """An order of the program's own."""
 

@@ -31,6 +31,7 @@ from .._common.arguments import check_int, check_type, shown
 from .._common.tiers import Tier
 from .._config.config import MAX_BLOCKS, OffloadConfig
 from .._config.tiers import LearnedEviction
+from .._eviction.checkpoints import CheckpointEviction
 from .._eviction.extension import Eviction
 from .._eviction.status import EvictionStatistics
 from .._kernel.base import CacheBase, configured_groups
@@ -94,6 +95,8 @@ def built_in(
     choice = LearnedEviction() if is_named else config.eviction
     if isinstance(choice, LearnedEviction):
         found.append(Eviction(choice))
+    elif layout.recurrent is not None and not callable(choice):
+        found.append(CheckpointEviction())
     if config.quotas is not None:  # after learned eviction, whose orders the accounts have
         accounts = QuotaAccounts(config.quotas)
         found += [accounts, accounts.pins]

@@ -24,7 +24,7 @@ from .._kernel.extension import LedgerExtension
 from .._kernel.index import held_ids, stretches
 from .._kernel.ledger import CoreLedger
 from .._kernel.plans import PrefixMatch
-from .._kernel.records import NO_LIMIT, BlockTable, Checkpoints, LedgerRequest, nulls
+from .._kernel.records import BlockTable, Checkpoints, LedgerRequest, nulls
 from .._kernel.states import NoEpoch, require
 from .._kernel.states import RequestState as State
 from .._kernel.waiting import waiting_error
@@ -166,7 +166,7 @@ class Forks(LedgerExtension):
         if shared:
             lease = parent.leases[Tier.DEVICE]
             run = self._cache.cut(lease.run, shared)
-            starts = [start if start == NO_LIMIT else min(start, run.stop) for start in lease.starts]
+            starts = [min(start, run.stop) for start in lease.starts]
             child.leases[Tier.DEVICE] = self._cache.lease(Tier.DEVICE, run, starts)
         tables: list[BlockTable] = []
         for component, first, fresh in zip(components, firsts, own, strict=True):

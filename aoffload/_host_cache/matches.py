@@ -275,7 +275,7 @@ class EngineMatches:
         unit = self.cache.layout.unit_tokens
         if self.cache.layout.recurrent is not None:
             request.checkpoints = Checkpoints()
-            request.checkpoints.branch_stop = hit.full_stop
+            request.checkpoints.branch_stop = hit.branch_stop
         if hit.stop > hit.device_stop:
             run = self.cache.cut(hit.run_at(hit.stop), hit.stop)
             request.leases[BELOW] = self.cache.lease(BELOW, run)

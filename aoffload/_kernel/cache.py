@@ -428,8 +428,8 @@ class PrefixCache:
         lease.starts[component.number] = start
 
     def last_checkpoint(self, tier: Tier, run: Run) -> int:
-        """The start of the last run on the path of `run` of which `tier` holds a checkpoint, or will get one. The end of
-        `run` if there is none."""
+        """The start of the last run on the path of `run` of which `tier` holds a checkpoint, or will get one. The end
+        of `run` if there is none."""
         assert self.layout.recurrent is not None
         place = run.place(tier, self.layout.recurrent.number)
         for current in run.path():

@@ -385,6 +385,13 @@ class Hit:
         """End of the units of which the hit tiers hold full attention. Only with windows or a recurrent state may it
         lie after `stop`."""
 
+    @property
+    def branch_stop(self) -> int:
+        """`full_stop`, if the index goes on there with other tokens: then other prompts leave the path there. Else
+        0."""
+        last = self.path[-1] if self.path else None
+        return self.full_stop if last is not None and (last.num_after or last.stop > self.full_stop) else 0
+
     def run_at(self, position: int) -> Run:
         """The run that holds the unit before `position`."""
         for run in reversed(self.path):

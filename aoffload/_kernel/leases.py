@@ -23,9 +23,10 @@ entries are units before a window, or units that a load brings in blocks of its 
 
 **Checkpoints.** A model with a recurrent state also takes blocks for the checkpoints that the request is going to write
 (`Checkpoints`): one at the end of the prompt, because the next turn of a conversation continues there, and one at the
-*branch*, where the cached KV of the prompt went further than the deepest checkpoint, because other prompts leave the
-path there. They are planned only as far as they fit beside the tables of the request: a request without checkpoints
-computes as well. Their blocks are counted with those of the tables, all or nothing.
+*branch*, where the cached KV of the prompt goes further than the deepest checkpoint and the index goes on with other
+tokens, because other prompts leave the path there. They are planned only as far as they fit beside the tables of the
+request: a request without checkpoints computes as well. Their blocks are counted with those of the tables, all or
+nothing.
 
 **Publishing** turns private blocks into cached ones, one run of the index at a time:
 
@@ -67,7 +68,8 @@ class RequestLeases:
         if cache.layout.recurrent is not None:
             if request.checkpoints is None:
                 request.checkpoints = Checkpoints()
-            request.checkpoints.branch_stop = hit.full_stop
+            # What a preempted request has computed itself is kept by a checkpoint, too.
+            request.checkpoints.branch_stop = hit.full_stop if request.has_committed else hit.branch_stop
         if hit.stop:
             last = hit.path[-1]
             if last.stop != hit.stop:  # pin nothing after the hit: a request must not wait for its own pins

@@ -540,8 +540,8 @@ class Checkpoints:
 
     def __init__(self) -> None:
         self.branch_stop = 0
-        """End of the units of which the hit tiers held full attention at the match, also without a checkpoint. Other
-        prompts leave the path there."""
+        """Where other prompts leave the path of the request, at the end of the units of which the hit tiers held full
+        attention at the match, also without a checkpoint; 0: nowhere."""
         self.planned: dict[int, array[int]] = {}
         """Private blocks by position, where the request is going to write a checkpoint."""
         self.incoming = array("i")

@@ -119,10 +119,18 @@ def block_bytes_of(placements: Sequence[Placement]) -> int:
     return sum(place.block_bytes for place in placements)
 
 
+def tensors_of(kv_caches: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor with the name of its layer. vLLM registers a list of tensors for a recurrent layer, one for each part
+    of its state."""
+    for name, caches in kv_caches.items():
+        for cache in caches if isinstance(caches, list | tuple) else (caches,):
+            yield name, cache
+
+
 def regions_at(placements: Sequence[Placement], kv_caches: Mapping[str, Any], num_blocks: int) -> list[KVRegion]:
     """The regions of `placements` in the memory of the tensors that vLLM registers. All layers are in one
     allocation."""
-    memories = {cache.untyped_storage().data_ptr(): cache for cache in kv_caches.values()}
+    memories = {cache.untyped_storage().data_ptr(): cache for _, cache in tensors_of(kv_caches)}
     if len(memories) != 1:
         raise RegionError("kv_caches", f"are {len(memories)} allocations, and have to be one")
     (cache,) = memories.values()

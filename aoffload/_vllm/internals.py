@@ -66,7 +66,7 @@ FIELDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "ModelConfig": (
             "model", "revision", "dtype", "multimodal_config", "is_hybrid", "enable_sleep_mode", "compute_hash",
         ),
-        "CacheConfig": ("enable_prefix_caching", "cache_dtype"),
+        "CacheConfig": ("enable_prefix_caching", "cache_dtype", "mamba_cache_mode"),
         "ParallelConfig": (
             "rank", "world_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
             "decode_context_parallel_size", "distributed_executor_backend", "nnodes",
@@ -78,13 +78,14 @@ FIELDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "vllm.v1.kv_cache_interface": {
         "KVCacheConfig": (
-            "num_blocks", "kv_cache_tensors", "kv_cache_groups", "prefix_cacheable_group_ids", "has_mamba_layers",
+            "num_blocks", "kv_cache_tensors", "kv_cache_groups", "prefix_cacheable_group_ids",
         ),
         "KVCacheGroupSpec": ("kv_cache_spec",),
         "KVCacheTensor": ("layers", "layer_stride", "block_stride", "offset", "host_resident"),
         "FullAttentionSpec": ("block_size", "dcp_sharded"),
         "SlidingWindowSpec": ("block_size", "dcp_sharded", "extra_retained_tokens"),
         "ChunkedLocalAttentionSpec": ("block_size", "dcp_sharded", "attention_chunk_size"),
+        "MambaSpec": ("block_size", "dcp_sharded", "mamba_cache_mode", "num_speculative_blocks"),
         "UniformTypeKVCacheSpecs": ("block_size", "dcp_sharded", "kv_cache_specs"),
     },
     "vllm.v1.core.kv_cache_manager": {
@@ -98,12 +99,16 @@ FIELDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "vllm.v1.core.kv_cache_utils": {"KVCacheBlock": ("block_id", "ref_cnt")},
-    "vllm.v1.core.sched.output": {"SchedulerOutput": ("num_scheduled_tokens", "preempted_req_ids")},
+    "vllm.v1.core.sched.output": {
+        "SchedulerOutput": ("num_scheduled_tokens", "preempted_req_ids", "kv_connector_block_state"),
+        "KVConnectorBlockState": ("boundary_state_offloads",),
+    },
     "vllm.v1.outputs": {"KVConnectorOutput": ("kv_connector_worker_meta", "finished_recving")},
     "vllm.v1.request": {
         "Request": (
             "request_id", "all_token_ids", "num_tokens", "num_computed_tokens", "block_hashes", "cache_salt",
             "lora_request", "mm_features", "prompt_embeds", "resumable", "skip_reading_prefix_cache",
+            "shared_prefix_boundary",
         ),
     },
     "vllm.lora.request": {"LoRARequest": ("lora_int_id", "lora_name", "lora_path")},

@@ -27,6 +27,7 @@ from .._tiers.disk.files import check_directory
 from .._transfer.backends.cuda.page_locked import memory_limit
 from ..errors import ConfigError
 from .drafts import model_paths
+from .groups import NO_DRAFTS_WITH_STATES, check_mode
 from .internals import tells_of_sleep
 from .internals import version as vllm_version
 from .settings import BYTES, event_media, given_namespace, offload_config
@@ -120,11 +121,19 @@ def _check_engine(vllm_config: Any) -> None:
         problem = "takes one engine: with data_parallel_size, all would write to one directory"
         raise ConfigError("disk", f"{problem}. Start each engine by itself, with a `path` of its own, or use `remote`")
     if vllm_config.model_config.is_hybrid:
-        problem = "has a recurrent state, which aoffload cannot cache yet"
-        raise ConfigError("model", f"{problem}. Start without --kv-transfer-config")
+        _check_recurrent(vllm_config)
     if vllm_config.model_config.enable_sleep_mode and not tells_of_sleep():
         problem = f"does not go with vLLM {vllm_version()}, which unmaps KV tensors while connectors copy from them"
         raise ConfigError("enable_sleep_mode", f"{problem}. Use vLLM 0.33, or start without --enable-sleep-mode")
+
+
+def _check_recurrent(vllm_config: Any) -> None:
+    """Of a model with recurrent layers. vLLM itself turns its cache mode to `align` with prefix caching."""
+    check_mode(vllm_config.cache_config.mamba_cache_mode)
+    if vllm_config.speculative_config is not None:
+        raise ConfigError("speculative_config", f"{NO_DRAFTS_WITH_STATES}. Start without --speculative-config")
+    if (vllm_config.kv_transfer_config.kv_connector_extra_config or {}).get("remote"):
+        raise ConfigError("remote", "keeps full attention only, and this model has recurrent layers. Use a `disk`")
 
 
 def _check_memory(extra: Mapping[str, Any]) -> None:

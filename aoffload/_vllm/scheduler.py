@@ -42,6 +42,7 @@ from .hints import EngineHints, given_by
 from .lower import Lower
 from .messages import NOTHING, AdapterUse, Commands, FirstForward, LoadReport, Outbox, Reports, TieredOutbox
 from .requests import EngineRequest, Keys, Wait
+from .states import NO_CHECKPOINTS, handed_over, move_junction
 from .weights import WeightVersion
 
 
@@ -172,6 +173,9 @@ class SchedulerSide:
             match = self.lower.fetched(found, match)
         if match.is_pending:
             return None
+        if self._groups.has_states:
+            assert found.record is not None, "a match without a record"
+            move_junction(request, self.ledger.planned_checkpoints(found.record))
         match = self.steps.chosen(found, match)
         if found.use is not None and len(self._groups.ids) > 1 and self.adapters.may_evict:
             return 0  # vLLM could not discard the result of a forward over loaded KV
@@ -252,8 +256,11 @@ class SchedulerSide:
         found = self.requests[request.request_id]
         found.promised, found.wait = found.num_local + num_external, Wait.LOAD
         assert found.record is not None, "blocks for a request that has not asked"
-        wake, tables = partial(self._over.append, found), self._tables_of(found)
-        plans = self.ledger.plan_load(found.record, found.promised, wake, into=tables)
+        wake, tables = partial(self._over.append, found), self._all_tables_of(found)
+        plans = self.ledger.plan_load(
+            found.record, found.promised, wake, into=self._groups.tables(tables),
+            into_checkpoint=self._groups.checkpoint_at(tables, found.promised),
+        )  # fmt: skip
         if plans:
             self._note(found, plans)
             self._loads += plans
@@ -286,7 +293,7 @@ class SchedulerSide:
             if found is not None and not found.has_asked_again:
                 found.leave(self.ledger, "preempted")
         plans, self._loads = self._loads, []
-        plans += self._plan_stores(output.num_scheduled_tokens)
+        plans += self._plan_stores(output)
         if plans:
             self._queue.submit(plans)
         if self._competes:
@@ -318,9 +325,9 @@ class SchedulerSide:
         self._uses = {job_id: use for job_id, use in uses.items() if job_id in unsettled}
         return attrs.evolve(commands, uses={job_id: uses[job_id] for job_id in leaving}, forwards=forwards)
 
-    def _plan_stores(self, num_scheduled_tokens: dict[str, int]) -> list[TransferPlan]:
-        """Offer the blocks that earlier steps have deferred, and those that this step computes. The copies start after
-        the forward of this step, and so after every earlier one."""
+    def _plan_stores(self, output: Any) -> list[TransferPlan]:
+        """Offer the blocks that earlier steps have deferred, and those that this step computes, with the checkpoints
+        that vLLM hands over. The copies start after the forward of this step, and so after every earlier one."""
         plans = [*self.ledger.offer_deferred()]
         for plan in plans:
             found = self.requests.get(self.ledger.jobs.unsettled[plan.job_id].request_id)
@@ -329,7 +336,8 @@ class SchedulerSide:
         if self._ended:
             deferred = self.ledger.deferred_requests
             self._ended = {request_id: hashes for request_id, hashes in self._ended.items() if request_id in deferred}
-        for request_id, num_scheduled in num_scheduled_tokens.items():
+        handed = handed_over(output) if self._groups.has_states else {}
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
             found = self.requests.get(request_id)
             if found is not None and found.is_late and found.use is not None:
                 self._admit_late(found)
@@ -339,12 +347,16 @@ class SchedulerSide:
             if found.has_to_be_compared:
                 self._compare(found)
             num_computed = engine.num_computed_tokens + num_scheduled
-            if num_computed < found.next_offer:
+            checkpoints = handed.get(request_id, NO_CHECKPOINTS)
+            if num_computed < found.next_offer and not checkpoints:
                 continue
             num_computed = found.committed(num_computed)
-            if num_computed // self._unit > found.offered_stop:
+            if num_computed // self._unit > found.offered_stop or checkpoints:
                 found.offers_up_to(num_computed // self._unit, self._unit)
-                offered = self.ledger.offer(found.record, num_computed, self._tables_of(found), found.new_tokens())
+                offered = self.ledger.offer(
+                    found.record, num_computed, self._tables_of(found), found.new_tokens(),
+                    checkpoints=self._groups.checkpoints(checkpoints, num_computed),
+                )  # fmt: skip
                 self._note(found, offered)
                 plans += offered
         return plans
@@ -366,9 +378,12 @@ class SchedulerSide:
             loaded = tables[0][found.num_local // size : found.engine.num_computed_tokens // size]
             self._forwards.append(FirstForward(found.use, tuple(loaded)))
 
-    def _tables_of(self, found: EngineRequest) -> list[BlockTable]:
-        blocks = self._manager.get_blocks(found.request_id).blocks
-        return [BlockTable(blocks[number]) for number in self._groups.ids]
+    def _all_tables_of(self, found: EngineRequest) -> list[BlockTable]:
+        """One for each group of vLLM."""
+        return [BlockTable(blocks) for blocks in self._manager.get_blocks(found.request_id).blocks]
+
+    def _tables_of(self, found: EngineRequest) -> list[Any]:
+        return self._groups.tables(self._all_tables_of(found))
 
     # -- copies that have ended -----------------------------------------------------------------------------------
 

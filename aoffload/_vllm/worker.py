@@ -24,7 +24,7 @@ from .._transfer.transport import GivesUp, HasDisk, HasRemote, TransportDisk, Tr
 from ..errors import ConfigError
 from ..ledger import Completion, Direction, Outcome, RestoredRun, TransferPlan
 from ..transport import DeviceGone, LocalTransport, TransferRefused, Transport
-from .blocks import Placement, block_bytes_of, regions_at
+from .blocks import Placement, block_bytes_of, regions_at, tensors_of
 from .messages import (
     AdapterUse,
     CellsFound,
@@ -158,7 +158,7 @@ def strides_of(kv_caches: Mapping[str, Any], num_blocks: int) -> str:
 
     return repr([
         (name, str(cache.dtype), *map(size, cache.shape), "strides", *map(size, cache.stride()))
-        for name, cache in sorted(kv_caches.items())
+        for name, cache in sorted(tensors_of(kv_caches), key=lambda each: each[0])
     ])  # fmt: skip
 
 

@@ -15,8 +15,9 @@ import attrs
 from .. import DiskTier, OffloadConfig, OffloadRuntime, RemoteTier, fingerprint
 from .._config.sources import secret_in, store_of
 from .._reference.engine.batching import PrefillStart
+from .._reference.engine.checkpoints import engine_groups
 from .._reference.engine.engine import PagedEngine
-from .._reference.engine.layers import kv_cache_groups, layer_regions
+from .._reference.engine.layers import layer_regions
 from .._reference.engine.models import MODEL_NAMES
 from .._reference.engine.paged import PagedModel
 from .._reference.engine.sequence import Generation
@@ -179,7 +180,7 @@ class Runner:
     def make_config(self, kind: RunKind) -> OffloadConfig:
         """Raises `ConfigError` for unsupported groups or an unknown store policy."""
         return OffloadConfig(
-            groups=kv_cache_groups(self.model.groups, ENGINE.block_size),
+            groups=engine_groups(self.model, ENGINE),
             num_host_blocks=kind.num_host_blocks,
             namespace=self._namespace(kind),
             disk=kind.disk,

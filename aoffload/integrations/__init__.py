@@ -11,6 +11,7 @@ from .._reference.engine.layers import LayerFences, LayerGroup, LayerPlace, grou
 from .._reference.engine.loop import EngineClosed, StepFailed
 from .._reference.engine.models import MODEL_NAMES, load_model
 from .._reference.engine.paged import PagedBatch, PagedModel, SequenceSlice, paged_attention
+from .._reference.engine.recurrent import RecurrentSlice, Slot, StateLayout
 from .._reference.engine.sequence import Generation
 
 __all__ = [
@@ -27,7 +28,10 @@ __all__ = [
     "PagedEngine",
     "PagedModel",
     "PrefillStart",
+    "RecurrentSlice",
     "SequenceSlice",
+    "Slot",
+    "StateLayout",
     "StepFailed",
     "group_layers",
     "kv_cache_groups",

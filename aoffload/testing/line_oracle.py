@@ -74,7 +74,8 @@ class LineOracle:
         layout = self.runtime.ledger.layout
         if layout.recurrent is None:
             return 0
-        ends = ((record.sequence.num_prompt_tokens - 1) // layout.unit_tokens, hit.full_stop)
+        branch = hit.full_stop if record.has_committed else hit.branch_stop
+        ends = ((record.sequence.num_prompt_tokens - 1) // layout.unit_tokens, branch)
         planned = {end for end in (end - end % record.hit_alignment for end in ends) if end > hit.stop}
         return (len(planned) + (hit.stop > hit.device_stop)) * int(layout.recurrent.width)
 

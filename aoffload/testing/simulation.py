@@ -21,6 +21,7 @@ from .._common.tiers import Tier
 from .._config.config import OffloadConfig
 from .._config.groups import AttentionKind, FullAttention, KVCacheGroup
 from .._host_cache.protocols import EngineBlocks
+from .._kernel.base import configured_groups
 from .._kernel.events import Observer
 from .._kernel.states import NoEpoch
 from .._runtime.runtime import AnyRuntime, HostCacheRuntime, OffloadRuntime
@@ -145,7 +146,7 @@ class Simulation:
         makes the `engine_blocks` of an engine that owns its device blocks. They report the owner of a block. `slots`
         are the contents of the configured disk, empty by default. `InvalidArgument` if a group has a recurrent state,
         unless engines of `kind` serve that."""
-        recurrent = [group.name for group in config.groups if group.is_recurrent]
+        recurrent = [group.name for group in configured_groups(config) if group.is_recurrent]
         if recurrent and not kind.SERVES_STATES:
             raise InvalidArgument(
                 "groups", f"{recurrent[0]!r} has a RecurrentState, and a simulated engine keeps no running state"

@@ -17,6 +17,8 @@ __all__ = ["changes", "fingerprint", "names_of", "slots_of", "with_handles"]
 
 MEMOS = frozenset({"_hash_after", "_firsts", "_worths"})
 """Fields computed on demand from other fields: reading may fill them in."""
+MEMOS_OF = {"CheckpointOrder": frozenset({"_buckets", "_changed", "_checkpoints", "_split", "_tails"})}
+"""The same for one class: its worths are computed when the next part to evict is asked for."""
 PLAIN = (int, float, str, bytes, type(None))
 FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType, type)
 LAYOUTS = ("__slots__", "__mypyc_attrs__")
@@ -73,7 +75,8 @@ def names_of(thing: Any) -> tuple[str, ...]:
     """The fields of an object, as a compiled class would have them, too."""
     kind: Any = type(thing)
     names, own = slots_of(kind), getattr(thing, "__dict__", None)
-    return _sorted((*names, *own)) if own else names
+    memos = MEMOS_OF.get(kind.__name__, frozenset())
+    return _sorted(tuple(name for name in (*names, *own) if name not in memos)) if own else names
 
 
 @cache

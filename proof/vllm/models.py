@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DENSE", "GPT_OSS", "HYBRID", "LARGER", "LATENTS", "LLAMA4", "build", "draw", "save"]
+__all__ = ["DENSE", "GPT_OSS", "HYBRID", "LARGER", "LATENTS", "LLAMA4", "QWEN3_NEXT", "build", "draw", "save"]
 
 SPREAD = 0.08
 """Standard deviation of the weights. With those of `load_format="dummy"` outputs would hardly depend on KV."""
@@ -67,6 +67,22 @@ LATENTS = {
 }  # fmt: skip
 """Latents of 512 and 64 elements, the only size that the CPU kernels know."""
 
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 512,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 1,
+    "linear_num_value_heads": 1, "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "mlp_only_layers": [0, 1, 2], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1, "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+"""Three layers with a recurrent state (a gated delta net), and one that attends to everything. The state of a layer is
+as large as the KV of 34 tokens, so vLLM chooses blocks of 64. The CPU kernels know heads of 128 only, in bfloat16."""
+SLOW_DECAY = -4.0
+"""Logarithm of the speed at which a state decays: by about one percent with each token. With random weights, a state
+would be forgotten after a few tokens, and outputs would not hang on it."""
+
 
 def build(config: dict[str, Any], folder: Path) -> Path:
     """Write the model into `folder`, unless it is there."""
@@ -97,10 +113,31 @@ def draw(folder: Path) -> dict[str, Any]:
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).state_dict()
     random = torch.Generator().manual_seed(0)
-    return {
+    drawn = {
         name: torch.ones(shape.shape) if _is_norm(name) else torch.randn(shape.shape, generator=random) * SPREAD
         for name, shape in shapes.items()
     }
+    is_recurrent = any(name.endswith("A_log") for name in drawn)
+    return _of_checkpoint(drawn) if is_recurrent else drawn
+
+
+def _of_checkpoint(drawn: dict[str, Any]) -> dict[str, Any]:
+    """The weights of a recurrent model, with the experts one by one, as checkpoints and vLLM have them."""
+    import torch
+
+    found: dict[str, Any] = {}
+    for name, weight in drawn.items():
+        experts, _, part = name.rpartition(".")
+        if name.endswith("A_log"):
+            found[name] = torch.full_like(weight, SLOW_DECAY)
+        elif part in ("gate_up_proj", "down_proj") and experts.endswith("experts"):
+            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+            for number, of_expert in enumerate(weight):
+                for each, piece in zip(parts, of_expert.chunk(len(parts)), strict=True):
+                    found[f"{experts}.{number}.{each}.weight"] = piece.contiguous()
+        else:
+            found[name] = weight
+    return found
 
 
 def _is_norm(name: str) -> bool:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 __all__ = ["NEWER", "PARTS", "TOTAL_S", "Part"]
 
-TOTAL_S = 1620.0
-"""Twenty-seven minutes."""
+TOTAL_S = 1740.0
+"""Twenty-nine minutes."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ PARTS = (
     Part("hybrid", "one rank, a model with a window in one of its layers", 80, is_short=True),
     Part("gpt_oss", "one rank, gpt-oss: windows, attention sinks, experts", 60, is_short=True),
     Part("llama4", "one rank, Llama 4: attention to chunks, experts", 50, is_short=True),
+    Part("states", "one rank, Qwen3-Next: layers with a recurrent state", 130, is_short=True),
     Part("beside", "one rank: n-gram drafts, MultiConnector, preemptions", 140, is_short=True),
     Part("adapters", "one rank, LoRA adapters that are trained again", 120, is_short=True),
     Part("eagle", "one rank, an EAGLE head", 90, is_short=True),
@@ -36,7 +37,7 @@ PARTS = (
     Part("serving", "the API server over HTTP", 125),
     Part("cost", "what the connector costs the scheduler", 90),
     Part("throughput", "what stores cost where nothing hits", 100),
-    Part("upstream_tests", "vLLM's own tests of such a connector", 120),
+    Part("upstream_tests", "vLLM's own tests of such a connector", 150),
     Part("connector_tests", "the connector's tests over vLLM's classes", 120, is_short=True),
 )
 """In the order in which they run."""

@@ -33,6 +33,8 @@ OPT = {
 """The model that these tests name: its configuration is all they need of it."""
 BEHAVIOUR = ("proof.vllm.manager_behaviour", "proof.vllm.draft_behaviour")
 """Our tests of what theirs are about."""
+STATES = "proof.vllm.state_behaviour"
+"""Our tests of recurrent layers that vLLM cannot run on CPUs."""
 DOWNLOAD_S, TESTS_S, ACCURACY_S = 120.0, 240.0, 240.0
 
 
@@ -80,6 +82,15 @@ def scheduler_tests(folder: Path) -> list[Row]:
     ]
 
 
+def state_tests(folder: Path) -> list[Row]:
+    """Our tests of Mamba 2 over vLLM's scheduler and cache manager."""
+    began_s = time.monotonic()
+    cases = _run(folder, "--pyargs", STATES)
+    failed = [f"{case.name} {case.outcome}: {case.why}" for case in cases if case.outcome != "passed"]
+    row = Row("states of Mamba 2 under vLLM's scheduler", took_s=time.monotonic() - began_s, found=count(cases))
+    return [row.missed(*failed, "" if cases else "no case was run")]
+
+
 def _run(folder: Path, *words: str) -> list[Case]:
     """Run tests with the adapter. `OSError` or `ValueError` if there are no results."""
     results = folder / "results.json"
@@ -120,7 +131,7 @@ def main() -> None:
     given = parser.parse_args()
     rows: list[Row] = []
     folder = fetch()
-    for scenario in (scheduler_tests, accuracy):
+    for scenario in (scheduler_tests, state_tests, accuracy):
         try:
             rows += scenario(folder)
         except (OSError, ValueError, subprocess.SubprocessError) as error:

@@ -323,15 +323,20 @@ def test_an_invalidation_finds_a_checkpoint_beside_kv_of_another_request() -> No
     """A checkpoint of a failed forward is withdrawn although the KV under it is another request's, which stays.
     Requests that continued from it are told."""
     driven = Hybrid()
-    driven.serve_with(A, [])  # the KV alone
-    keeper = driven.running(A[:8] + prompt(9, 1))
-    failed = driven.running(A)
-    driven.commit(failed, 20)
-    reader, other = driven.running(A), driven.running(prompt(5, 9))
-    assert driven.resumes_at(reader) == 20
+    keeper, failed = driven.running(A), driven.running(A)
+    driven.land(driven.commit(keeper, 21, written=[]))
+    (store,) = driven.launch(driven.commit(failed, 20))
+    reader, other, waiting = driven.running(A), driven.running(prompt(5, 9)), driven.admit(A)
+    assert driven.resumes_at(reader) == waiting.match.num_tokens == 20
     told = driven.ledger.invalidation.invalidate(failed, 16)
-    assert reader in told and failed in told and other not in told and keeper not in told
+    assert {*told} == {failed, reader}
+    assert driven.hit(A) == (0, 0) and waiting.match.num_tokens == 0
+    driven.end(store)  # it has copied the wrong bytes
     assert driven.hit(A) == (0, 0)
+    for request in (keeper, failed, reader, other, waiting):
+        driven.release(request)
+    driven.serve_with(A, [20])
+    assert driven.hit(A) == (20, 0)
 
 
 def test_a_request_cannot_go_back_behind_its_running_state() -> None:

@@ -66,7 +66,7 @@ def test_a_checkpoint_in_half_precision_is_float32_on_a_cpu(tmp_path: Path) -> N
 def test_a_bad_name_is_named(name: str) -> None:
     """Neither a known name nor a directory: a typed error that names `model`, and no look at the network."""
     with pytest.raises(
-        InvalidArgument, match=r"^model: must be one of tiny, 1b, llama, qwen3, gemma3, gpt-oss or"
+        InvalidArgument, match=r"^model: must be one of tiny, 1b, llama, qwen3, gemma3, gpt-oss, qwen3-next or"
     ) as caught:
         load_model(name)
     assert caught.value.argument == "model"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from aoffload import FullAttention, SlidingWindow, groups_of
+from aoffload import FullAttention, RecurrentState, SlidingWindow, groups_of
 from aoffload._reference.engine.transformers import TransformersModel
 from aoffload.errors import ConfigError
 from aoffload.integrations import PagedBatch, SequenceSlice, load_model
@@ -60,7 +60,7 @@ def test_groups_of_agrees_with_what_is_served() -> None:
         pytest.skip("another version of transformers")
     from transformers import AutoConfig
 
-    names = {FullAttention: "full attention", SlidingWindow: "windows"}
+    names = {FullAttention: "full attention", SlidingWindow: "windows", RecurrentState: "recurrent states"}
     agreed = []
     for kind, verdict, attends in (row.split(" | ") for row in TABLE.splitlines() if row.count(" | ") == 2):
         if verdict != "served" or "," in kind:

@@ -12,7 +12,7 @@ from typing import Literal
 import attrs
 import msgspec
 
-from ... import ChunkedLocal, ConfigError, FullAttention, KeySpan, KVCacheGroup, SlidingWindow
+from ... import ChunkedLocal, ConfigError, FullAttention, KeySpan, KVCacheGroup, RecurrentState, SlidingWindow
 from ..._kernel.layout import Layout
 from .changes import Cleared, Kind, Told
 from .events import (
@@ -115,5 +115,8 @@ def _text(key: str | bytes | None) -> str | None:
 
 
 def _kind_of(group: KVCacheGroup) -> str:
-    names = {FullAttention: "full_attention", SlidingWindow: "sliding_window", ChunkedLocal: "chunked_local_attention"}
+    names: dict[type, str] = {
+        FullAttention: "full_attention", SlidingWindow: "sliding_window", ChunkedLocal: "chunked_local_attention",
+        RecurrentState: "mamba",
+    }  # fmt: skip
     return names.get(type(group.attention), "unknown")

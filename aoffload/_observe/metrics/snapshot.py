@@ -11,6 +11,7 @@ import attrs
 
 from aoffload import Tier
 from aoffload._kernel.pools import LeastRecentlyUsed, TierBlocks
+from aoffload._kernel.protocols import EvictionOrder
 from aoffload._observe.observers import each_observer
 from aoffload._transfer.breaker import LeftAlone, Use
 from aoffload.ledger import (
@@ -25,6 +26,7 @@ from aoffload.ledger import (
 )
 
 from ..._eviction.accounts import AccountOrder
+from ..._eviction.checkpoints import CheckpointOrder
 from ..._extensions.assembly import AnyLedger
 from .families import LABEL_VALUES, LOWER
 from .observer import Histogram, Metrics
@@ -160,6 +162,13 @@ def _hints(found: HintStatistics | None) -> Iterator[tuple[str, Iterable[Sample]
     yield "aoffload_hint_pins", _one(0 if found is None else found.num_pins)
 
 
+def _rule_of(order: EvictionOrder) -> EvictionRule:
+    if isinstance(order, AccountOrder):  # of quotas, which have an order for each account
+        return EvictionRule.LRU if order.is_lru else EvictionRule.CHECKPOINTS
+    rules = {LeastRecentlyUsed: EvictionRule.LRU, CheckpointOrder: EvictionRule.CHECKPOINTS}
+    return rules.get(type(order), EvictionRule.OWN)
+
+
 def _evicted(tiers: Iterable[TierBlocks], found: EvictionStatistics | None) -> Iterator[Sample]:
     learns = {} if found is None else {each.tier: each for each in found.tiers}
     for tier in tiers:
@@ -168,9 +177,7 @@ def _evicted(tiers: Iterable[TierBlocks], found: EvictionStatistics | None) -> I
         if each is not None:
             by_rule |= {EvictionRule.LEARNED: each.num_evicted_learned, EvictionRule.LRU: each.num_evicted_lru}
         else:
-            order = tier.order
-            is_lru = type(order) is LeastRecentlyUsed or isinstance(order, AccountOrder)
-            by_rule[EvictionRule.LRU if is_lru else EvictionRule.OWN] = tier.num_evicted
+            by_rule[_rule_of(tier.order)] = tier.num_evicted
         for rule, number in by_rule.items():
             yield Sample((tier.tier.name.lower(), rule.value), number)
 

@@ -13,6 +13,10 @@ With windowed groups a request gets its blocks slice by slice, because blocks th
 and at most `MAX_PREFILLING` prompts are in progress (see `tries` for the case that all of them wait). Otherwise a
 request gets all its blocks at once.
 
+If the model has recurrent layers, a request has a slot with its states from its load to its end (see
+`RecurrentSequence`). A hit ends at a checkpoint, whose blocks the first forward copies into the slot. A request that
+gives up its blocks loses its slot, too, and its next try resumes from the last checkpoint that it committed.
+
 With `PrefillStart.BY_LAYER` a prompt's first slice is computed while its prefix is being loaded (see `HeadStart`).
 
 Results are comparable bit for bit, because prompts are computed one slice per forward on a fixed grid, only whole
@@ -34,13 +38,16 @@ import torch
 
 from ..._common.env import Env
 from ..._common.prefix import TokenIds, encode_tokens
+from ..._config.config import GroupLike
 from ..._config.groups import FullAttention
 from ..._kernel.plans import StoreScope
 from ...errors import InvalidArgument, OutOfBlocks, RequestAborted
 from .batching import EngineOptions, HeadStart, LineUp, PrefillStart, Step
+from .checkpoints import RecurrentSequence, check_state_group
 from .layers import check_groups
 from .loop import EngineClosed, EngineLoop, EngineStatistics, StepFailed
 from .paged import PagedModel, SequenceSlice
+from .recurrent import RecurrentSlice, StateLayout
 from .sequence import Generation, PromptTable, RunningSequence, SliceResult
 from .tries import Ask, PromptPlace, Rivals, Try
 
@@ -94,7 +101,11 @@ class PagedEngine:
         if len(self._scratch_ids) < self.options.num_scratch_blocks:
             wanted = num_owned + self.options.num_scratch_blocks
             raise InvalidArgument("kv_cache", f"has {len(kv_cache)} rows, the engine needs {wanted}")
-        check_groups(model.groups, runtime.config.groups, self.options.block_size)
+        self._states: StateLayout | None = getattr(model, "states", None)
+        kv_groups: Sequence[GroupLike] = runtime.config.groups
+        if self._states is not None:
+            kv_groups = check_state_group(self._states, kv_groups, kv_cache, self.options)
+        check_groups(model.groups, kv_groups, self.options.block_size)
         self._is_windowed = any(not isinstance(group.attention, FullAttention) for group in model.groups)
         max_prefilling = (
             min(MAX_PREFILLING, self.options.max_running) if self._is_windowed else self.options.max_running
@@ -102,7 +113,10 @@ class PagedEngine:
         self._places = anyio.Semaphore(self.options.max_running, fast_acquire=True)
         self._prompt_places = anyio.Semaphore(max_prefilling, fast_acquire=True)
         self._rivals = Rivals()
-        self._line_up = LineUp(self.options, SequenceSlice([0], 0, [self._scratch_ids[-1:]] * len(model.groups)))
+        dummy = SequenceSlice([0], 0, [self._scratch_ids[-1:]] * len(model.groups))
+        if self._states is not None:
+            dummy = RecurrentSlice(dummy.token_ids, dummy.start, dummy.block_ids, slot=None)
+        self._line_up = LineUp(self.options, dummy)
         self._loop = EngineLoop(
             model, runtime, kv_cache, self.options, self._env, on_step, self._line_up, self._is_windowed
         )
@@ -242,6 +256,8 @@ class PagedEngine:
             # A window that is complete at `num_ready` may be incomplete at the grid point before it.
             one.ask.max_hit_tokens = table.start
             return None
+        if self._states is not None:
+            return self._recurrent(self._states, one, place, table)
         return RunningSequence(
             request,
             one.ask.prompt,
@@ -251,6 +267,21 @@ class PagedEngine:
             num_computed=table.start,
             on_prompt_done=place.give_back,
             head_start=head_start,
+        )
+
+    def _recurrent(self, states: StateLayout, one: Try, place: PromptPlace, table: PromptTable) -> RecurrentSequence:
+        found = one.request.resume_checkpoint
+        return RecurrentSequence(
+            one.request,
+            one.ask.prompt,
+            one.ask.max_new_tokens,
+            table,
+            one.ask.listener(),
+            num_computed=table.start,
+            on_prompt_done=place.give_back,
+            slot=states.new_slot(self.kv_cache),
+            # Without the checkpoint of exactly this position, the first forward fails, because its slot is empty.
+            resume=found.block_ids if found is not None and found.num_tokens == table.start else (),
         )
 
     async def _load_by_layer(self, one: Try) -> tuple[int, SliceResult | None]:
@@ -271,6 +302,8 @@ class PagedEngine:
         return num_ready, None if fell_short else head.result
 
     def _table(self, block_ids: Sequence[Sequence[int]], num_ready: int) -> PromptTable:
+        # The checkpoints' group, which is the last one, has no block table.
+        block_ids = block_ids[: len(self.model.groups)]
         return PromptTable(
             block_ids, num_ready, self.options.prefill_tokens, self.options.block_size, self._scratch_ids
         )

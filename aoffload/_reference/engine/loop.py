@@ -248,9 +248,9 @@ class EngineLoop:
         was_prefilling = sequence.is_prefilling
         has_token = sequence.advance(num_tokens, output, now)
         if self.options.reuse_decoded:
-            sequence.request.commit(sequence.num_computed, [output.token_id] if has_token else ())
+            sequence.commit(sequence.num_computed, [output.token_id] if has_token else ())
         elif was_prefilling:
-            sequence.request.commit(sequence.num_reusable)
+            sequence.commit(sequence.num_reusable)
         if self.is_windowed:
             self._make_room(sequence)
         if was_prefilling and not sequence.is_prefilling:

@@ -10,7 +10,7 @@ from ...errors import InvalidArgument
 from .decoder import ONE_BILLION, Decoder, DecoderConfig
 from .paged import PagedModel
 
-MODEL_NAMES = ("tiny", "1b", "llama", "qwen3", "gemma3", "gpt-oss")
+MODEL_NAMES = ("tiny", "1b", "llama", "qwen3", "gemma3", "gpt-oss", "qwen3-next")
 
 
 def load_model(name: str, *, seed: int = 0, device: torch.device | str = "cpu") -> PagedModel:
@@ -28,11 +28,11 @@ def load_model(name: str, *, seed: int = 0, device: torch.device | str = "cpu") 
     if name == "1b":
         return Decoder(ONE_BILLION, seed=seed, device=device)
     if name in MODEL_NAMES:
-        from .transformers import TransformersModel
+        from .pretrained import seeded
 
-        return TransformersModel.seeded(name, seed=seed, device=device)
+        return seeded(name, seed=seed, device=device)
     if name and Path(name).is_dir():
-        from .transformers import TransformersModel
+        from .pretrained import from_directory
 
-        return TransformersModel.from_directory(name, device=device)
+        return from_directory(name, device=device)
     raise InvalidArgument("model", f"must be one of {', '.join(MODEL_NAMES)} or a local directory, got {name!r}")

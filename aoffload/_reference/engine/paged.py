@@ -92,6 +92,8 @@ class PagedBatch:
     spans: tuple[Span, ...]
     fences: LayerFences = NOTHING_TO_WAIT_FOR
     """The fences that each layer waits for before it reads KV."""
+    slices: Sequence[SequenceSlice] = ()
+    """What the batch was made of."""
 
     @property
     def num_tokens(self) -> int:
@@ -136,7 +138,7 @@ class PagedBatch:
             Span(int(stop) - len(each.ids), int(stop), int(each.positions[-1]) + 1, views[at : at + num_groups])
             for stop, each, at in zip(stops, packed, range(4 + num_groups, len(views), num_groups), strict=True)
         )
-        return cls(views[0], views[1], views[4 : 4 + num_groups], views[2], views[3], block_size, spans, fences)
+        return cls(views[0], views[1], views[4 : 4 + num_groups], views[2], views[3], block_size, spans, fences, slices)
 
 
 @attrs.frozen(eq=False)

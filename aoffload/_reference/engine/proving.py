@@ -34,10 +34,14 @@ BLOCK_SIZE = 4
 MOST_TOKENS, OTHER_TOKENS = 30, 12
 """Tokens of the two sequences. The first one is shorter if the model has fewer positions."""
 TOLERANCE = 1e-3
-"""In float32: the largest error of any token, relative to the norm that `_off` uses."""
+"""In float32: the largest error of any token, relative to the norm that `off` uses."""
 ROUNDINGS = 8
 """In half precision: the largest error of the median token, in units of the last place of 1. Single tokens may differ
 more, because rounding may decide between two experts that have nearly equal scores."""
+
+
+Layers = dict[tuple[str, int], tuple[Any, Any]]
+"""By kind and layer: the module that contains the compared one, and the compared module itself."""
 
 
 @attrs.frozen(eq=False)
@@ -69,12 +73,12 @@ class Provable(Protocol):
     def forward(self, batch: PagedBatch, kv_cache: torch.Tensor) -> torch.Tensor: ...
 
 
-def prove(served: Provable) -> None:
+def prove(served: Provable, kind: type[Probe] | None = None) -> None:
     """Raise `ConfigError` naming `model` unless `served` computes the same over paged KV as its model does by
     itself."""
     try:
         with torch.inference_mode():
-            probe = _Probe.of(served)
+            probe = (kind or Probe).of(served)
             probe.compare(probe.own_run())
     except (AoffloadError, MemoryError):
         raise
@@ -98,22 +102,21 @@ class _Run:
 
 
 @attrs.frozen(eq=False)
-class _Probe:
+class Probe:
     served: Provable
     sequences: tuple[list[int], ...]
     ends: tuple[tuple[int, int, int], ...]
     """Ends of each sequence's slices: two slices of a prompt, then one decoded token."""
     tables: tuple[list[list[int]], ...]
     """The block tables of each sequence, one for each group."""
-    layers: dict[int, tuple[Any, Any]] = attrs.field(init=False)
-    """By layer: the module that contains its attention, and the attention module."""
+    layers: Layers = attrs.field(init=False)
 
     @classmethod
-    def of(cls, served: Provable) -> _Probe:
+    def of(cls, served: Provable) -> Probe:
         sizes = (min(MOST_TOKENS, served.max_positions), OTHER_TOKENS)
         if sizes[0] < OTHER_TOKENS:
             raise ConfigError("model", f"has {served.max_positions} positions; its proof takes {OTHER_TOKENS}")
-        ids = _ordinary_ids(served)
+        ids = ordinary_ids(served.model, served.vocab_size)
         drawn = torch.randint(len(ids), (sum(sizes),), generator=torch.Generator().manual_seed(1)).tolist()
         tokens = [ids[index] for index in drawn]
         # The tables are interleaved, so that block ids do not follow from positions in the sequence.
@@ -127,8 +130,9 @@ class _Probe:
         )
 
     @layers.default
-    def _check_masks(self) -> dict[int, tuple[Any, Any]]:
-        """Compare the rule of each layer's mask with the window of the layer in the config."""
+    def _layers(self) -> Layers:
+        """The modules to compare. Before that, compare the rule of each layer's mask with the window of the layer in
+        the config."""
         batch = PagedBatch.of([self._slice(0, 0)], BLOCK_SIZE, self.served.model.device)
         calls = self.served.attention_calls(batch, self._new_kv_cache())
         checked = set()
@@ -141,7 +145,7 @@ class _Probe:
                 checked.add((call.rule, window))
         names = {module: name for name, module in self.served.model.named_modules()}
         return {
-            layer: (self.served.model.get_submodule(names[call.module].rpartition(".")[0]), call.module)
+            ("attention", layer): (self.served.model.get_submodule(names[call.module].rpartition(".")[0]), call.module)
             for layer, call in calls.items()
         }
 
@@ -185,7 +189,7 @@ class _Probe:
 
     def compare(self, own: Sequence[_Run]) -> None:
         """Compute both sequences in one batch over paged KV, and compare the results with those of the own forward."""
-        kv_cache, tolerance = self._new_kv_cache(), self._tolerance
+        kv_cache, tolerance = self._new_kv_cache(), tolerance_of(self.served.model.dtype)
         for number, what in enumerate(("the first slice", "the second slice", "a decoded token")):
             for place, errors in self._errors(number, own, kv_cache).items():
                 error = float(errors.max() if tolerance == TOLERANCE else errors.median())
@@ -196,11 +200,12 @@ class _Probe:
                         f"of its size, which is more than rounding ({tolerance:.2g})",
                     )
         kv_cache.neg_()
+        # In a window of 1, a token reads only itself.
         alone = {f"attention of layer {layer}" for layer, place in self.served.places.items() if place.window == 1}
         shown = {
             place: float(errors.max())
             for place, errors in self._errors(1, own, kv_cache).items()
-            if place.startswith("attention") and place not in alone  # in a window of 1, a token reads only itself
+            if place.startswith(("attention", "recurrence")) and place not in alone
         }
         if not shown or min(shown.values()) <= tolerance:
             where = min(shown, key=shown.__getitem__, default="all layers")
@@ -218,16 +223,16 @@ class _Probe:
         with _watched(self.layers, forced) as (inputs, outputs):
             logits = self.served.forward(PagedBatch.of(slices, BLOCK_SIZE, kv_cache.device), kv_cache)
         errors: dict[str, torch.Tensor] = {}
-        for layer, (around, attention) in self.layers.items():
+        for (kind, layer), (around, compared) in self.layers.items():
             if around in forced:
-                errors[f"the input of layer {layer}"] = _off(inputs[around], forced[around])
-            wanted = of_slice(lambda run: run.outputs, attention)
+                errors[f"the input of layer {layer}"] = off(inputs[around], forced[around])
+            wanted = of_slice(lambda run: run.outputs, compared)
             # The attention of a layer with zero weights gives zeros, whatever KV it reads: not compared.
-            if wanted.any() or outputs[attention].any():
-                errors[f"attention of layer {layer}"] = _off(outputs[attention], wanted)
+            if wanted.any() or outputs[compared].any():
+                errors[f"{kind} of layer {layer}"] = off(outputs[compared], wanted)
         of_own = torch.stack([each.logits[at.stop - 1] for each, at in zip(own, spans, strict=True)])
         mean = of_own.mean(-1, keepdim=True)
-        errors["the logits"] = _off(logits - mean, of_own - mean)
+        errors["the logits"] = off(logits - mean, of_own - mean)
         return errors
 
     def _slice(self, which: int, number: int) -> SequenceSlice:
@@ -238,15 +243,19 @@ class _Probe:
         return self.ends[which][number - 1] if number else 0
 
     def _new_kv_cache(self) -> torch.Tensor:
-        num_blocks = 1 + sum(len(table) for tables in self.tables for table in tables)
-        return self.served.new_kv_cache(num_blocks, BLOCK_SIZE)
+        return self.served.new_kv_cache(self._num_table_blocks, BLOCK_SIZE)
 
     @property
-    def _tolerance(self) -> float:
-        return max(TOLERANCE, ROUNDINGS * torch.finfo(self.served.model.dtype).eps)
+    def _num_table_blocks(self) -> int:
+        return 1 + sum(len(table) for tables in self.tables for table in tables)
 
 
-def _off(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def tolerance_of(dtype: torch.dtype) -> float:
+    """The largest error that counts as rounding in a model with weights of `dtype`."""
+    return max(TOLERANCE, ROUNDINGS * torch.finfo(dtype).eps)
+
+
+def off(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """The error of each token, relative to the norm of the token, or to the median norm if that is larger."""
     rows = [each.float().movedim(-2, 0).flatten(1) for each in (found, wanted)]
     sizes = rows[1].norm(dim=-1)
@@ -256,10 +265,10 @@ def _off(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _watched(
-    layers: Mapping[int, tuple[Any, Any]], forced: Mapping[Any, torch.Tensor]
+    layers: Layers, forced: Mapping[Any, torch.Tensor]
 ) -> Iterator[tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]]:
-    """Record the inputs of layers and the outputs of their attention inside the `with` block. `forced` replaces the
-    inputs of its layers."""
+    """Record the inputs of layers and the outputs of their compared modules inside the `with` block. `forced` replaces
+    the inputs of its layers."""
     inputs: dict[Any, torch.Tensor] = {}
     outputs: dict[Any, torch.Tensor] = {}
 
@@ -274,8 +283,9 @@ def _watched(
     def keep(module: Any, _: Any, output: Any) -> None:
         outputs[module] = (output[0] if isinstance(output, tuple) else output).clone()
 
-    handles = [around.register_forward_pre_hook(take, with_kwargs=True) for around, _ in layers.values()]
-    handles += [attention.register_forward_hook(keep) for _, attention in layers.values()]
+    arounds = dict.fromkeys(around for around, _ in layers.values())
+    handles = [around.register_forward_pre_hook(take, with_kwargs=True) for around in arounds]
+    handles += [compared.register_forward_hook(keep) for _, compared in layers.values()]
     try:
         yield inputs, outputs
     finally:
@@ -283,10 +293,10 @@ def _watched(
             handle.remove()
 
 
-def _ordinary_ids(served: Provable) -> list[int]:
+def ordinary_ids(model: Any, vocab_size: int) -> list[int]:
     """The token ids to which no config gives a special meaning, such as padding or an image. If none is left, all
     ids."""
-    configs = (served.model.config, served.model.config.get_text_config())
+    configs = (model.config, model.config.get_text_config())
     named = [value for config in configs for name, value in vars(config).items() if "token_i" in name]
     special = {each for value in named for each in (value if isinstance(value, (list, tuple)) else [value])}
-    return [token for token in range(served.vocab_size) if token not in special] or list(range(served.vocab_size))
+    return [token for token in range(vocab_size) if token not in special] or list(range(vocab_size))

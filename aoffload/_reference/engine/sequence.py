@@ -203,6 +203,11 @@ class RunningSequence:
         self.logits_digests.append(output.logits_digest)
         return True
 
+    def commit(self, num_tokens: int, token_ids: Sequence[int] = ()) -> None:
+        """Commit the first `num_tokens` tokens to the cache. `token_ids` are new ones after those that the request
+        has."""
+        self.request.commit(num_tokens, token_ids)
+
     def take_tables(self) -> None:
         """Read the request's block tables again: they have grown, or entries have become null."""
         self.table = attrs.evolve(self.table, block_ids=self.request.block_ids)

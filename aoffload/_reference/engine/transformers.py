@@ -14,9 +14,8 @@ import torch
 
 from ..._common.extras import needed
 from ..._config.groups import AttentionKind, FullAttention, SlidingWindow
-from ...errors import AoffloadError, ConfigError, InvalidArgument
-from .decoder import DecoderConfig
-from .layers import LayerPlace, group_layers, places_of
+from ...errors import AoffloadError, ConfigError
+from .layers import LayerGroup, LayerPlace, group_layers, places_of
 from .paged import PagedBatch, paged_attention
 from .proving import AttentionCall, MaskRule, first_line, prove
 
@@ -26,32 +25,6 @@ ATTENTION_NAME = "aoffload_paged"
 # The same attention function, for the proof: its mask function attaches its rule to the mask.
 DESCRIBED_NAME = "aoffload_described"
 
-WINDOW = 128
-"""Window of the sliding layers in the seeded models, in tokens."""
-
-# The config class, and its arguments besides the sizes that all seeded models share.
-_SEEDED: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {}),
-    "qwen3": ("Qwen3Config", {}),
-    # Five sliding layers, then a full one: Gemma's own pattern.
-    "gemma3": ("Gemma3TextConfig", {"sliding_window": WINDOW, "query_pre_attn_scalar": DecoderConfig().head_dim}),
-    # Sliding and full layers alternate; number and width of the experts make it as fast as the other models.
-    "gpt-oss": (
-        "GptOssConfig",
-        {
-            "sliding_window": WINDOW,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "intermediate_size": 192,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 150_000.0,
-                "factor": 2.0,
-                "original_max_position_embeddings": DecoderConfig().max_positions // 2,
-            },
-        },
-    ),
-}
 MAX_POSITIONS = 2**31 - 1
 """`max_positions` of models that name no limit."""
 # Attention arguments that paged_attention may ignore. Any other one is refused, because ignoring it would give wrong
@@ -77,16 +50,20 @@ class TransformersModel:
             raise
         except Exception as error:  # transformers cannot give one value for layers that differ
             raise ConfigError("model", f"has a config that does not fit all its layers: {first_line(error)}") from error
-        _import_transformers()
+        import_transformers()
         self._own_attention = model.config._attn_implementation
         self.model = model.eval()
-        self._has_row_experts = False
+        self.has_row_experts = False
+        """Whether the experts are computed token by token in a decode step. Set after construction."""
         model.set_attn_implementation(ATTENTION_NAME)
+        self._prove()
+
+    def _prove(self) -> None:
         prove(self)
 
     def _read_config(self, model: Any, text: Any) -> None:
-        _check_supported(model, text)
-        self.groups = group_layers(_attention_kinds(text))
+        _check_supported(model, text, self._needs_backend_flag)
+        self.groups = self._groups_of(text)
         self.places = places_of(self.groups)
         self.vocab_size: int = text.vocab_size
         self.max_positions: int = getattr(text, "max_position_embeddings", None) or MAX_POSITIONS
@@ -95,73 +72,11 @@ class TransformersModel:
         num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         self._block_shape = (len(self.groups[0].layers), 2, num_kv_heads, head_dim)
 
-    @classmethod
-    def seeded(cls, name: str, *, seed: int, device: torch.device | str = "cpu") -> TransformersModel:
-        """`"llama"`, `"qwen3"`, `"gemma3"` or `"gpt-oss"`: the sizes of `DecoderConfig`, random weights in float32."""
-        transformers = _import_transformers()
-        sizes = DecoderConfig()
-        config_class, others = _SEEDED[name]
-        shared = {
-            "vocab_size": sizes.vocab_size,
-            "hidden_size": sizes.hidden_size,
-            "intermediate_size": sizes.intermediate_size,
-            "num_hidden_layers": sizes.num_layers,
-            "num_attention_heads": sizes.num_heads,
-            "num_key_value_heads": sizes.num_kv_heads,
-            "head_dim": sizes.head_dim,
-            "max_position_embeddings": sizes.max_positions,
-            "initializer_range": sizes.initializer_range,
-            "tie_word_embeddings": False,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        }
-        config = getattr(transformers, config_class)(**(shared | others))
-        # The constructor draws weights from the global generator, so restore its state afterwards.
-        with torch.random.fork_rng(devices=[]):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        _draw_weights(model, sizes, seed)
-        has_experts = hasattr(config, "num_local_experts")
-        if has_experts:
-            try:
-                model.set_experts_implementation("grouped_mm")
-            except ImportError as error:  # this torch is too old for it
-                raise ConfigError("model", f"{name!r} has experts: {error}") from error
-        seeded = cls(model.to(device))
-        seeded._has_row_experts = has_experts
-        return seeded
+    _needs_backend_flag = True
+    """Whether a model must say of itself that its attention goes through transformers' attention interface."""
 
-    @classmethod
-    def from_directory(cls, directory: str, *, device: torch.device | str = "cpu") -> TransformersModel:
-        """Load config and safetensors that `save_pretrained` wrote: no pickle, no code from the directory, no network.
-
-        On a CPU the weights become float32, elsewhere they retain their type. Raises `InvalidArgument` naming `model`
-        if the directory can't be read or its model can't compute, `ConfigError` if weights are missing or the attention
-        is not supported.
-        """
-        transformers = _import_transformers()
-        try:
-            return cls._of_directory(transformers, directory, device)
-        except AoffloadError:
-            raise
-        except Exception as error:  # any error of transformers and torch for truncated or wrong files
-            raise InvalidArgument("model", f"{directory!r} can't be loaded: {first_line(error)}") from error
-
-    @classmethod
-    def _of_directory(cls, transformers: Any, directory: str, device: torch.device | str) -> TransformersModel:
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            directory,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            dtype=torch.float32 if torch.device(device).type == "cpu" else "auto",
-            output_loading_info=True,
-        )
-        if info["missing_keys"]:
-            # Transformers would draw them at random and only warn.
-            raise ConfigError("model", f"{directory!r} lacks weights: {', '.join(sorted(info['missing_keys'])[:3])}…")
-        for weights in model.parameters():
-            weights.data = weights.data.clone()  # mapped from a file they are unaligned, and kernels round differently
-        return cls(model.to(device))
+    def _groups_of(self, text: Any) -> tuple[LayerGroup, ...]:
+        return group_layers(_attention_kinds(text))
 
     @contextmanager
     def own_attention(self) -> Iterator[None]:
@@ -188,7 +103,7 @@ class TransformersModel:
 
     def forward(self, batch: PagedBatch, kv_cache: torch.Tensor) -> torch.Tensor:
         """See `PagedModel.forward`."""
-        if self._has_row_experts:
+        if self.has_row_experts:
             # A grouped product multiplies all tokens of an expert together, so a row's bits depend on the other rows.
             # One product per token avoids that, but it copies the experts' weights, which is cheap for few tokens of a
             # small model.
@@ -196,8 +111,10 @@ class TransformersModel:
             self.model.set_experts_implementation("batched_mm" if each_alone else "grouped_mm")
         return self._run(batch, kv_cache)[0]
 
-    def _run(self, batch: PagedBatch, kv_cache: torch.Tensor) -> tuple[torch.Tensor, dict[int, AttentionCall]]:
-        """The logits, and the attention call of each layer."""
+    def _run(
+        self, batch: PagedBatch, kv_cache: torch.Tensor, **more: Any
+    ) -> tuple[torch.Tensor, dict[int, AttentionCall]]:
+        """The logits, and the attention call of each layer. `more` goes to the model's forward."""
         calls: dict[int, AttentionCall] = {}
         with torch.inference_mode():
             output = self.model(
@@ -209,6 +126,7 @@ class TransformersModel:
                 paged_kv_cache=kv_cache,
                 paged_places=self.places,
                 paged_calls=calls,
+                **more,
             )
             logits: torch.Tensor = output.logits[0].float()
         missing = self.places.keys() - calls.keys()
@@ -285,7 +203,7 @@ def _described_mask(*, mask_function: MaskRule, **_: Any) -> torch.Tensor:
     return mask
 
 
-def _import_transformers() -> Any:
+def import_transformers() -> Any:
     """Import transformers and register the attention function."""
     with needed("transformers", "the model"):
         import transformers
@@ -293,22 +211,6 @@ def _import_transformers() -> Any:
         transformers.AttentionInterface.register(name, _attention_function)
     transformers.AttentionMaskInterface.register(DESCRIBED_NAME, _described_mask)
     return transformers
-
-
-def _draw_weights(model: Any, sizes: DecoderConfig, seed: int) -> None:
-    """Draw all weights except the norms from `seed`. Norms are neutral already: one or zero, depending on the model."""
-    generator = torch.Generator().manual_seed(seed)
-    head = model.get_output_embeddings().weight
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "norm" in name:
-                continue
-            if weight is head:
-                std = sizes.logit_std / sizes.hidden_size**0.5
-            else:
-                # Sinks compete with scores. If they were as small as the weights, they would all be nearly equal.
-                std = 1.0 if name.endswith("sinks") else sizes.initializer_range
-            weight.normal_(0.0, std, generator=generator)
 
 
 def _attention_kinds(text: Any) -> list[AttentionKind]:
@@ -334,9 +236,9 @@ def _end_token_ids(model: Any) -> frozenset[int]:
     return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
 
 
-def _check_supported(model: Any, text: Any) -> None:
+def _check_supported(model: Any, text: Any, needs_backend_flag: bool) -> None:
     """Raise `ConfigError` for a model that would give wrong tokens."""
-    if not getattr(model, "_supports_attention_backend", False):
+    if needs_backend_flag and not getattr(model, "_supports_attention_backend", False):
         raise ConfigError("model", f"{type(model).__name__} doesn't use transformers' attention interface")
     if getattr(text, "use_bidirectional_attention", False):
         raise ConfigError("model", "attends to later tokens, so a cached key depends on more than its prefix")

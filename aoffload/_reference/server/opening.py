@@ -13,8 +13,8 @@ from ... import DiskTier, OffloadConfig, OffloadRuntime, RemoteTier, fingerprint
 from ..._config.sources import secret_in, store_of
 from ...errors import ConfigError, InvalidArgument
 from ..engine.batching import EngineOptions
+from ..engine.checkpoints import engine_groups
 from ..engine.engine import PagedEngine
-from ..engine.layers import kv_cache_groups
 from ..engine.models import MODEL_NAMES
 from ..engine.paged import PagedModel
 from .admission import Admission, Readings
@@ -41,7 +41,7 @@ async def open_service(options: ServerOptions, model: PagedModel, logger: Any = 
     kv_cache = _new_kv_cache(model, num_rows + engine_options.num_scratch_blocks)
     async with (
         OffloadRuntime(
-            _config_of(options, model), kv_cache[:num_rows], logger=logger, **metrics.runtime_options
+            _config_of(options, model, engine_options), kv_cache[:num_rows], logger=logger, **metrics.runtime_options
         ) as runtime,
         PagedEngine(model, runtime, kv_cache, engine_options) as engine,
     ):
@@ -101,11 +101,11 @@ def _num_device_blocks(options: ServerOptions, model: PagedModel) -> int:
     return options.num_device_blocks or DEVICE_TOKENS // BLOCK_SIZE * len(model.groups)
 
 
-def _config_of(options: ServerOptions, model: PagedModel) -> OffloadConfig:
+def _config_of(options: ServerOptions, model: PagedModel, engine_options: EngineOptions) -> OffloadConfig:
     default = HOST_TOKENS // BLOCK_SIZE * len(model.groups)
     num_host = default if options.num_host_blocks is None else options.num_host_blocks
     return OffloadConfig(
-        groups=kv_cache_groups(model.groups, BLOCK_SIZE),
+        groups=engine_groups(model, engine_options),
         num_host_blocks=num_host,
         namespace=f"{_identity(options)}@{options.seed}",
         store_policy=options.store if num_host else "off",

@@ -19,11 +19,10 @@ from aoffload._vllm.blocks import BlockTable, EnginePool
 from aoffload._vllm.groups import CachedGroups
 
 
-def described(*specs: Any, ids: tuple[int, ...] | None = None, has_mamba_layers: bool = False) -> Any:
+def described(*specs: Any, ids: tuple[int, ...] | None = None) -> Any:
     return SimpleNamespace(
         kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs],
         prefix_cacheable_group_ids=tuple(range(len(specs))) if ids is None else ids,
-        has_mamba_layers=has_mamba_layers,
     )
 
 
@@ -89,7 +88,6 @@ def test_ranks_that_share_a_block() -> None:
     ("specs", "options", "reason"),
     [
         ((FULL,), {"ids": ()}, "no KV cache whose blocks"),
-        ((FULL,), {"has_mamba_layers": True}, "recurrent state"),
         ((FULL, spec("CrossAttention")), {}, "group 1 has the kind cross_attention"),
     ],
 )

@@ -112,14 +112,13 @@ def made(role: str = "SCHEDULER", **changes: Any) -> Any:
         ("kv_role", "kv_producer"),
         ("enable_prefix_caching", False),
         ("pipeline_parallel_size", 2),
-        ("is_hybrid", True),
     ],
 )
 def test_what_cannot_work_is_refused(name: str, value: Any) -> None:
     """At the start, by the name of the option, with a way out."""
     with pytest.raises(ConfigError, match=r"Start |Use |Set ") as caught:
         made(**{name: value})
-    assert caught.value.argument == {"is_hybrid": "model"}.get(name, name)
+    assert caught.value.argument == name
 
 
 class VllmConfig:

@@ -42,7 +42,7 @@ def vllm_config(
             is_kv_producer=True,
             kv_connector_extra_config={"num_host_blocks": 64, **extra},
         ),
-        cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto"),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, cache_dtype="auto", mamba_cache_mode="none"),
         parallel_config=SimpleNamespace(
             decode_context_parallel_size=1,
             world_size=num_ranks,
@@ -88,6 +88,5 @@ def kv_cache_config(
         "kv_cache_tensors": [kv_tensor(num_blocks)[1]],
         "kv_cache_groups": [SimpleNamespace(kv_cache_spec=spec(window)) for window in windows],
         "prefix_cacheable_group_ids": tuple(range(len(windows))),
-        "has_mamba_layers": False,
     }
     return SimpleNamespace(**found | fields)

@@ -120,6 +120,7 @@ class Kind(Enum):
     MLA_ATTENTION = "mla_attention"
     SLIDING_WINDOW = "sliding_window"
     CHUNKED_LOCAL_ATTENTION = "chunked_local_attention"
+    MAMBA = "mamba"
     CROSS_ATTENTION = "cross_attention"
 
 
@@ -149,6 +150,17 @@ class SlidingWindowSpec(FullAttentionSpec):
 class ChunkedLocalAttentionSpec(FullAttentionSpec):
     attention_chunk_size: int
     kind = Kind.CHUNKED_LOCAL_ATTENTION
+
+
+@attrs.frozen(kw_only=True)
+class MambaSpec:
+    block_size: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+    mamba_cache_mode: str = "none"
+    num_speculative_blocks: int = 0
+    dcp_sharded: bool = False
+    kind = Kind.MAMBA
 
 
 @attrs.frozen(kw_only=True)
@@ -210,6 +222,7 @@ NAMES: dict[str, dict[str, Any]] = {
         "MLAAttentionSpec": MLAAttentionSpec,
         "SlidingWindowSpec": SlidingWindowSpec,
         "ChunkedLocalAttentionSpec": ChunkedLocalAttentionSpec,
+        "MambaSpec": MambaSpec,
         "UniformTypeKVCacheSpecs": UniformTypeKVCacheSpecs,
         "CrossAttentionSpec": CrossAttentionSpec,
         "get_kv_cache_spec_kind": kind_of,
