@@ -23,7 +23,7 @@ OUT = Path("build/proof")
 PARTS = ("programs", "campaign", "traces", "soak")
 """The parts that run by default. The mutants and the programs with states are runs of their own."""
 OWN_RUNS = ("mutants", "states")
-NUM_PROGRAMS, NUM_STATE_PROGRAMS = 20_000, 25_000
+NUM_PROGRAMS, NUM_STATE_PROGRAMS = 20_000, 22_000
 
 
 def launch(name: str, *words: str, hash_seed: str = "random") -> tuple[Path, subprocess.Popen[bytes]]:
