@@ -4,8 +4,9 @@
     account 1, above its floor            [b][e]               compared: `a` is evicted first
     account 2, at its floor               [c][f]               spared while an account above its floor has a part
 
-The accounts compare their parts by the rule of the tier: LRU, or the learned order. An eviction compares the first part
-of each account, so its cost grows with the number of accounts, and not with the number of parts.
+The accounts compare their parts by the rule of the tier: LRU, the learned order, or that of checkpoints. An eviction
+compares the first part of each account, so its cost grows with the number of accounts, and not with the number of
+parts.
 
 A part keeps its account as long as it is cached: splits and merges keep the root of a run, and the account follows from
 the root.

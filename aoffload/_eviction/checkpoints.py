@@ -10,7 +10,7 @@ The order, first to last:
 
 1. Checkpoints whose KV is gone in every tier.
 2. Tails, the oldest first. A path without a checkpoint is a tail from its end back to the next branch.
-3. Checkpoints, those first that save little, for many bytes, and that nobody has asked for in a long time:
+3. Checkpoints, those first that save little, for many bytes, and that no request has used for a long time:
 
        worth = saved / freed / age
 
@@ -271,7 +271,7 @@ class CheckpointOrder:
         """The bucket of a checkpoint's quotient `saved / freed`."""
         run, stop, place = part.run, part.stop, self._place(part)
         full = run.parts[part.tier]
-        if all(kv.stop < stop or not kv.blocks for kv in run.parts[: run.num_tiers]):
+        if full.width and all(kv.stop < stop or not kv.blocks for kv in run.parts[: run.num_tiers]):
             return USELESS
         before, branch = self._before(run, place)
         if part.stop - part.first > 1:

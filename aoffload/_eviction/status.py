@@ -18,7 +18,7 @@ class EvictionRule(enum.Enum):
     LEARNED = "learned"
     """The blocks that are worth least first: the fewest expected hits for the space and the time that they take."""
     CHECKPOINTS = "checkpoints"
-    """The order of layouts with a recurrent state: see `eviction/checkpoints`."""
+    """The order of layouts with a recurrent state, which weighs what each checkpoint saves."""
     OWN = "own"
     """An order of the program's own."""
 

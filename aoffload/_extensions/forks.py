@@ -22,9 +22,10 @@ from .._common.arguments import check_int
 from .._common.tiers import Tier
 from .._kernel.extension import LedgerExtension
 from .._kernel.index import held_ids, stretches
+from .._kernel.leases import checkpoint_ids
 from .._kernel.ledger import CoreLedger
 from .._kernel.plans import PrefixMatch
-from .._kernel.records import BlockTable, Checkpoints, LedgerRequest, nulls
+from .._kernel.records import NO_LIMIT, BlockTable, Checkpoints, LedgerRequest, nulls
 from .._kernel.states import NoEpoch, require
 from .._kernel.states import RequestState as State
 from .._kernel.waiting import waiting_error
@@ -128,6 +129,12 @@ class Forks(LedgerExtension):
             raise WrongState(f"fork: a step writes into the blocks of {parent}")
         if parent.epoch is NoEpoch.INVALIDATED:
             raise WrongState(f"fork: {parent} has read KV that was invalidated: it must be aborted")
+        resume = parent.checkpoints.resume if parent.checkpoints is not None else None
+        if resume:
+            at = parent.ready_stop
+            is_shared = self._shared_stop(parent) == at and checkpoint_ids(self._cache, parent, at) == resume
+            if not is_shared:
+                raise WrongState(f"fork: the checkpoint of {parent} is no longer cached: fork after its first commit")
 
     def _shared_stop(self, parent: LedgerRequest) -> int:
         """The unit up to which `parent` can share its blocks. They must be published, and not found corrupt since."""
@@ -166,7 +173,7 @@ class Forks(LedgerExtension):
         if shared:
             lease = parent.leases[Tier.DEVICE]
             run = self._cache.cut(lease.run, shared)
-            starts = [min(start, run.stop) for start in lease.starts]
+            starts = [start if start == NO_LIMIT else min(start, run.stop) for start in lease.starts]
             child.leases[Tier.DEVICE] = self._cache.lease(Tier.DEVICE, run, starts)
         tables: list[BlockTable] = []
         for component, first, fresh in zip(components, firsts, own, strict=True):

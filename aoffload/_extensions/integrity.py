@@ -153,6 +153,7 @@ def _check_tables(request: LedgerRequest) -> None:
         for number, table in enumerate(request.tables):
             _check_kept(request, number, table)
         return
+    _check_checkpoints(request)
     for number, table in enumerate(request.tables):
         demand(len(table.ids) == request.num_units * table.width, "a table of the wrong length", request, number)
         demand(not any(table.at(0, table.start)), "a table names blocks before its window", request, number)
@@ -161,6 +162,20 @@ def _check_tables(request: LedgerRequest) -> None:
             is_let_go = lease is None or lease.starts[number] >= table.start
             demand(is_let_go, "blocks before a window are pinned", request, number)
         _check_table(request, number, table)
+
+
+def _check_checkpoints(request: LedgerRequest) -> None:
+    """The checkpoints that a step of `request` may read or write are cached blocks that its device lease pins."""
+    checkpoints, lease = request.checkpoints, request.leases.get(Tier.DEVICE)
+    if checkpoints is None or not (checkpoints.resume or checkpoints.written):
+        return
+    pinned: set[int] = set()
+    for run in lease.run.path() if lease is not None else ():
+        if run.start >= lease.starts[-1]:  # type: ignore[union-attr]
+            part = run.parts_in(Tier.DEVICE)[-1]
+            pinned.update(part.blocks, part.tombstone_ids())
+    is_kept = pinned.issuperset(checkpoints.resume + checkpoints.written)
+    demand(is_kept, "a checkpoint that a step may use is not pinned", request)
 
 
 def _check_kept(request: LedgerRequest, component: int, table: BlockTable) -> None:

@@ -127,6 +127,8 @@ class Preemptions(LedgerExtension):
         if run is not None and stop and request.epoch == cache.epoch and not self._stores_nothing:
             jobs = self._stores.offer_with_windows(request, run, published, stop)
         held = {block_id for table in request.tables for block_id in table.ids if block_id}
+        if request.checkpoints is not None:
+            held.update(request.checkpoints.ids())
         self._request_leases.give_up_tables(request)
         if run is not None:
             host, starts = self._stores.destination, cache.layout.starts(run.stop)

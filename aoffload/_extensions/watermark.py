@@ -61,7 +61,10 @@ class EvictionWatermark:
 
     def store(self, runs: list[Run], wanted: Callable[[Run], int], most: int = NO_LIMIT) -> list[Job]:
         """Store the units of each of `runs` up to `wanted(run)`, at most `most` blocks. `runs` must be a list, and no
-        iterator over the eviction order, because a store changes that order."""
+        iterator over the eviction order, because a store changes that order.
+
+        The checkpoint of a run is stored first, because its KV is of no use without it. It is stored as a whole, also
+        if it has more blocks than are left of `most`."""
         jobs: list[Job] = []
         for run in runs:
             if left_of(most, jobs) <= 0:
@@ -70,8 +73,13 @@ class EvictionWatermark:
                 stop, layout = wanted(run), self.cache.layout
                 starts = layout.starts_of(layout.full, 0, run.stop)
                 pin = self.cache.lease(self.stores.source, run, starts, is_use=False)
+                if (recurrent := layout.recurrent) is not None and recurrent in self.components:
+                    left = max(left_of(most, jobs), recurrent.width)
+                    jobs += self.stores.offer_checkpoints(None, run, run.start, stop, most=left)
                 for component in self.components:
-                    jobs += self.stores.offer(None, run, component, run.start, stop, most=left_of(most, jobs))
+                    left = left_of(most, jobs)
+                    if left > 0 and component is not layout.recurrent:
+                        jobs += self.stores.offer(None, run, component, run.start, stop, most=left)
                 self.cache.release(pin)
         return jobs
 

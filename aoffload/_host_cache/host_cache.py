@@ -548,6 +548,8 @@ class HostCache(AnyLedger):
                 known = f"a multiple of {unit} up to the {num_units * unit} tokens of whole blocks that are computed"
                 raise InvalidArgument(name, f"names {shown(at)}, which is not {known}")
             found[at // unit] = checkpoint_ids(self.cache.layout.recurrent, self._num_rows, name, ids)
+        if not named_rows(self._num_rows, [*found.values()]).are_distinct:
+            raise InvalidArgument(name, "names a block twice")
         return dict(sorted(found.items()))
 
     def planned_checkpoints(self, request: HostCacheRequest) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ class RunIndex:
         self.tiers = tiers
         self.runs: dict[bytes, Run] = {}
         self._places = [(tier, component.number, component.width) for component in layout.components for tier in tiers]
+        self.unit_tokens = layout.unit_tokens
         self._unit_bytes = layout.unit_tokens * TOKEN_BYTES
 
     def __repr__(self) -> str:
@@ -385,13 +386,6 @@ class Hit:
         """End of the units of which the hit tiers hold full attention. Only with windows or a recurrent state may it
         lie after `stop`."""
 
-    @property
-    def branch_stop(self) -> int:
-        """`full_stop`, if the index goes on there with other tokens: then other prompts leave the path there. Else
-        0."""
-        last = self.path[-1] if self.path else None
-        return self.full_stop if last is not None and (last.num_after or last.stop > self.full_stop) else 0
-
     def run_at(self, position: int) -> Run:
         """The run that holds the unit before `position`."""
         for run in reversed(self.path):
@@ -434,6 +428,18 @@ def find_hit(
         if near <= reached:
             return Hit(near, reached, path, full_stop)
         near = reached
+
+
+def is_fork(index: RunIndex, sequence: TokenSequence, hit: Hit) -> bool:
+    """Whether the index has other tokens than `sequence` after `hit.full_stop`: other prompts diverge there."""
+    stop, last = hit.full_stop, hit.path[-1] if hit.path else None
+    if last is None or not stop:
+        return False
+    most = sequence.num_tokens // index.unit_tokens
+    if last.stop > stop:
+        return stop < most and sequence.common_stop(last, min(last.stop, most)) == stop
+    own = index.find(sequence, last, stop) if stop < most else None
+    return last.num_after > (own is not None)
 
 
 def lower_path(

@@ -47,7 +47,7 @@ from dataclasses import dataclass
 from .._common.tiers import BELOW, Tier
 from .cache import PrefixCache
 from .hooks import Hooks
-from .index import Hit, find_hit, held_ids, lower_path, stretches
+from .index import Hit, find_hit, held_ids, is_fork, lower_path, stretches
 from .plans import PrefixMatch
 from .records import NO_LIMIT, BlockTable, Checkpoints, LedgerRequest, Part, Run, nulls
 from .states import RequestState
@@ -69,7 +69,8 @@ class RequestLeases:
             if request.checkpoints is None:
                 request.checkpoints = Checkpoints()
             # What a preempted request has computed itself is kept by a checkpoint, too.
-            request.checkpoints.branch_stop = hit.full_stop if request.has_committed else hit.branch_stop
+            is_branch = request.has_committed or is_fork(cache.index, request.sequence, hit)
+            request.checkpoints.branch_stop = hit.full_stop if is_branch else 0
         if hit.stop:
             last = hit.path[-1]
             if last.stop != hit.stop:  # pin nothing after the hit: a request must not wait for its own pins
@@ -197,6 +198,8 @@ class RequestLeases:
             if hit_stop > device_stop:
                 found += width
             room = self.cache.tiers[Tier.DEVICE].capacity - found - device_stop * layout.width
+            if device_stop:
+                room -= width  # the checkpoint of the hit
             found += max(0, min(num_planned, room // width)) * width
         return found
 
@@ -273,6 +276,16 @@ class RequestLeases:
                 at += width
         checkpoints.resume = checkpoint_ids(self.cache, request, request.published)
 
+    def plan_again(self, request: LedgerRequest) -> None:
+        """Plan the checkpoints between `ready_stop` and the end of the hit, because the load of `request` has fallen
+        short. Only as far as there are blocks: the request does not wait for them."""
+        checkpoints, recurrent = request.checkpoints, self.cache.layout.recurrent
+        assert checkpoints is not None and recurrent is not None
+        for position in self.planned(request, request.ready_stop):
+            is_new = position not in checkpoints.planned
+            if is_new and recurrent.width <= self.cache.tiers[Tier.DEVICE].num_available:
+                checkpoints.planned[position] = self.cache.take(Tier.DEVICE, recurrent.width)
+
     def lengthen_tables(self, request: LedgerRequest, num_units: int, blocks: array[int]) -> None:
         """Append `blocks`, taken for the units up to `num_units`."""
         added = num_units - request.num_units
@@ -326,10 +339,11 @@ def _release_checkpoints(cache: PrefixCache, request: LedgerRequest, checkpoints
         left_out = checkpoints.planned.pop(position)
         cache.last_uses.gave_up(request, left_out)
         cache.give(Tier.DEVICE, left_out)
-    lease = request.leases.get(Tier.DEVICE)
-    if lease is not None and lease.starts[recurrent.number] != NO_LIMIT:
+    if checkpoints.resume or checkpoints.written:
         cache.last_uses.gave_up(request, checkpoints.resume + checkpoints.written)
         checkpoints.resume, checkpoints.written = array("i"), array("i")
+    lease = request.leases.get(Tier.DEVICE)
+    if lease is not None and lease.starts[recurrent.number] != NO_LIMIT:
         cache.unpin_all(lease, recurrent)
 
 
@@ -422,12 +436,10 @@ def publish_checkpoint(cache: PrefixCache, request: LedgerRequest, position: int
     checkpoints, lease, recurrent = request.checkpoints, request.leases[Tier.DEVICE], cache.layout.recurrent
     assert checkpoints is not None and recurrent is not None
     run = next(run for run, _, _ in stretches(lease.run, position - 1, position))
-    part = run.part(Tier.DEVICE, recurrent.number)
-    # A run holds one stretch: a checkpoint that does not adjoin it gets a run of its own.
-    if part.blocks and position < part.first:
+    if position < run.stop:  # a run ends at its checkpoint
         run = cache.split(run, position)
-        part = run.part(Tier.DEVICE, recurrent.number)
-    elif part.blocks and position - 1 > part.stop:
+    part = run.part(Tier.DEVICE, recurrent.number)
+    if part.blocks and position - 1 > part.stop:  # a run holds one stretch
         cache.split(run, position - 1)
     if lease.starts[recurrent.number] > run.start:
         if lease.starts[recurrent.number] != NO_LIMIT:

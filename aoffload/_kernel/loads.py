@@ -301,6 +301,8 @@ class Loads:
         for table, number in zip(request.tables, missing, strict=True):
             if number:
                 table.fill(ready, request.num_units, self.cache.take(Tier.DEVICE, number))
+        if request.checkpoints is not None and ready < load.stop:
+            self.request_leases.plan_again(request)
         request.load = None
         self.moves.request(request, State.RUNNING)
         return [load.wake]

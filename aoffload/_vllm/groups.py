@@ -111,7 +111,7 @@ def _group(number: int, spec: Any, num_context_ranks: int) -> KVCacheGroup:
 
 
 def check_mode(mode: object) -> None:
-    """Refuse modes of vLLM in which no state of a whole block is kept, or of which nothing says where it is."""
+    """Refuse modes of vLLM in which it keeps no states for hits."""
     if mode != "align":
         problem = f'must be "align" for a model with recurrent layers, because a hit needs their states (got {mode!r})'
         raise ConfigError("mamba_cache_mode", f"{problem}. Start with --mamba-cache-mode align")
@@ -120,10 +120,6 @@ def check_mode(mode: object) -> None:
 def _check_states(layer: Any) -> None:
     """Refuse states that vLLM does not cache as checkpoints. `refusals` finds both before the weights are loaded,
     unless a model chooses for itself."""
-    if layer.mamba_cache_mode != "align":
-        problem = (
-            f"has to be align for recurrent layers, because a hit needs their states (got {layer.mamba_cache_mode})"
-        )
-        raise ConfigError("mamba_cache_mode", f"{problem}. Start with --mamba-cache-mode align")
+    check_mode(layer.mamba_cache_mode)
     if layer.num_speculative_blocks:
         raise ConfigError("speculative_config", f"{NO_DRAFTS_WITH_STATES}. Start without --speculative-config")

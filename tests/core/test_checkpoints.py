@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+from disk_driving import Disk
 from driving import BLOCK, Driven, prompt
 
 from aoffload._common.tiers import Tier
@@ -12,7 +13,7 @@ from aoffload._config.groups import KVCacheGroup, RecurrentState, SlidingWindow
 from aoffload._kernel.plans import TransferPlan
 from aoffload._kernel.records import LedgerRequest
 from aoffload._kernel.states import Outcome, RequestState
-from aoffload.errors import CommitError, ConfigError, OutOfBlocks
+from aoffload.errors import CommitError, ConfigError, OutOfBlocks, WrongState
 from proof.programs import explore_programs
 
 ROWS = 3
@@ -240,6 +241,14 @@ def test_fewer_checkpoints_are_planned_where_all_do_not_fit() -> None:
     assert driven.planned(driven.allocated(prompt(2, 21))) == [20]
 
 
+def test_a_hit_is_kept_where_a_new_checkpoint_does_not_fit() -> None:
+    """Of a hit and a checkpoint to write, the hit counts more."""
+    driven = Hybrid(num_device=9)
+    driven.serve(prompt(1, 13))
+    request = driven.allocated(prompt(1, 22))
+    assert (request.num_computed_tokens, driven.planned(request)) == (12, [])
+
+
 def test_a_request_does_without_a_hit_whose_checkpoint_takes_its_room() -> None:
     """If tables and the checkpoint of the hit can never fit together, the prompt is computed."""
     driven = Hybrid(num_device=9)
@@ -289,6 +298,23 @@ def test_a_load_without_its_checkpoint_counts_for_nothing(outcome: Outcome) -> N
     assert request.num_lost_tokens == 20
 
 
+def test_a_load_that_falls_short_plans_what_it_has_lost() -> None:
+    """A corrupt checkpoint is a miss. The request that finds it computes its prompt and writes the checkpoint again."""
+    driven = Hybrid()
+    driven.serve(A)
+    driven.evict_device()
+    request = driven.allocated(A)
+    assert driven.planned(request) == []
+    for plan in driven.ledger.plan_load(request):
+        driven.ledger.launch(plan.job_id)
+        is_state = plan.num_blocks == ROWS
+        driven.end(plan, Outcome.CORRUPT if is_state else Outcome.LANDED, 0, [0] if is_state else ())
+    assert driven.planned(request) == [20]
+    driven.land([*driven.commit(request), *driven.release(request)])
+    driven.evict_device()
+    assert driven.hit(A) == (0, 20)
+
+
 def test_two_requests_share_the_load_of_a_checkpoint() -> None:
     """The second request waits for the copies of the first, and both continue from the same checkpoint."""
     driven = Hybrid()
@@ -333,6 +359,19 @@ def test_a_fork_continues_where_its_parent_does() -> None:
     assert driven.resumes_at(early) == 20
 
 
+def test_a_fork_is_refused_while_a_lost_checkpoint_is_to_be_read() -> None:
+    """After a reset of the device, only the parent may read its checkpoint: a fork would read blocks of others."""
+    driven = Hybrid()
+    driven.serve(A)
+    parent = driven.running(A)
+    driven.ledger.reset(Tier.DEVICE)
+    with pytest.raises(WrongState, match=r"fork: the checkpoint of request .* is no longer cached"):
+        driven.ledger.forks.fork(parent)
+    assert driven.resumes_at(parent) == 20
+    driven.commit(parent, 21)
+    assert driven.resumes_at(driven.ledger.forks.fork(parent).request) == 0
+
+
 def test_an_invalidation_finds_a_checkpoint_beside_kv_of_another_request() -> None:
     """A checkpoint of a failed forward is withdrawn although the KV under it is another request's, which stays.
     Requests that continued from it are told."""
@@ -360,6 +399,24 @@ def test_a_request_cannot_go_back_behind_its_running_state() -> None:
     driven.commit(request)
     assert driven.ledger.invalidation.invalidate(request, 21) == ()
     assert driven.ledger.invalidation.invalidate(request, 20) == (request,)
+
+
+# -- the disk ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_goes_to_the_disk_before_its_kv() -> None:
+    """The checkpoint that the host evicts next is stored as a whole, also above the limit of a call: its KV would be of
+    no use without it."""
+    disk = Disk(num_device=40, num_host=9, groups=GROUPS)
+    request = disk.running(A)
+    disk.land(disk.ledger.commit(request, 21, (), [20]))
+    disk.land(disk.release(request))
+    first = disk.write_behind(2)
+    assert [plan.num_blocks for plan in first] == [ROWS]
+    disk.land(first)
+    disk.flush()
+    disk.forget_host()
+    assert disk.on_disk(A) == 20
 
 
 # -- configuration ----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from aoffload import (
     Computed,
     DiskTier,
     HostCacheRuntime,
+    InvalidArgument,
     KVCacheGroup,
     OffloadConfig,
     OffloadRuntime,
@@ -160,7 +161,18 @@ async def test_an_engine_with_its_own_blocks_offers_and_loads_checkpoints() -> N
         async with runtime.request(A) as request:
             assert request.planned_checkpoints == (20,)
             blocks[[20, 21, 22]] = state_of(A[:20])
-            request.offer(20, [list(range(1, 6)), []], checkpoints={20: [20, 21, 22]})
+            tables = [list(range(1, 6)), []]
+            for wrong, says in (
+                ({16: [20, 21, 22], 20: [20, 21, 23]}, "names a block twice"),
+                ({18: [20, 21, 22]}, "names 18, which is not a multiple of 4 up to the 20 tokens"),
+                ({20: [20, 21]}, "must hold 3 different block ids"),
+                ({20: [0, 21, 22]}, r"must lie in \[1, 64\)"),
+                ({20: "abc"}, "must be block ids"),
+                ([20], "must map numbers of tokens to block ids"),
+            ):
+                with pytest.raises(InvalidArgument, match=f"checkpoints: {says}"):
+                    request.offer(20, tables, checkpoints=wrong)  # type: ignore[arg-type]
+            request.offer(20, tables, checkpoints={20: [20, 21, 22]})
         await runtime.flush()
         async with runtime.request(A) as request:
             assert request.match.num_host_tokens == 20 and request.planned_checkpoints == ()

@@ -216,7 +216,9 @@ def stores_to(ledger: CacheBase, tier: Tier, counts: RequestCounts | None = None
     """The `LowerStores` from the host of `ledger` to `tier`. `counts` has the requests that blocks had."""
     cache, jobs = ledger.cache, ledger.jobs
     host, there = cache.tiers[Tier.HOST].pool.num_blocks, cache.tiers[tier].pool.num_blocks
-    most = min(max(ledger.layout.width, host // HOST_WATERMARK), there)
+    recurrent = ledger.layout.recurrent
+    checkpoint = 0 if recurrent is None else recurrent.width  # it is evicted as a whole, beside the KV of a prompt
+    most = min(max(ledger.layout.width, host // HOST_WATERMARK) + checkpoint, there)
     down = Stores(cache, jobs, ledger.moves, Tier.HOST, tier)
     # The step skips scans after small changes, because a scan for blocks that were requested twice walks the host's
     # eviction order.
