@@ -55,7 +55,7 @@ def row_of(path: Path, served: dict[str, str]) -> str:
         is_recurrent = "recurrent state" in error.problem
         ours = f"refused: {error.problem.partition(' has ')[2].partition(':')[0]}" if is_recurrent else error.problem
         return f"{name} | {ours} | {reference} | {under_vllm([], has_mamba_layers=is_recurrent)}\n"
-    answer = under_vllm([], has_mamba_layers=True) if model.states else under_vllm(specs_of(model))
+    answer = under_vllm(specs_of(model))
     return f"{name} | {described(model)} | {reference} | {answer}\n"
 
 
@@ -117,6 +117,10 @@ def specs_of(model: ModelLayout) -> list[Any]:
     found = []
     for group in model.groups:
         views = [view for region in model.regions for view in region.views if view.group == group.name]
+        if group.is_recurrent:
+            spec = SimpleNamespace(kind="mamba", mamba_cache_mode="align", num_speculative_blocks=0)
+            found.append(SimpleNamespace(**vars(spec), block_size=group.block_size, dcp_sharded=False))
+            continue
         kind = KINDS[type(group.attention)]
         if any(view.holds in LATENTS for view in views):
             kind = {"full_attention": "mla_attention", "sliding_window": "sliding_window_mla"}[kind]
@@ -134,15 +138,14 @@ def specs_of(model: ModelLayout) -> list[Any]:
     return found
 
 
-def under_vllm(specs: list[Any], *, has_mamba_layers: bool = False) -> str:
+def under_vllm(specs: list[Any]) -> str:
     """The answer of the connector's own check of vLLM's groups."""
     from aoffload._vllm.groups import CachedGroups
 
     groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
     config = SimpleNamespace(
         kv_cache_groups=groups,
-        prefix_cacheable_group_ids=list(range(len(groups))) or [0],
-        has_mamba_layers=has_mamba_layers,
+        prefix_cacheable_group_ids=list(range(len(groups))),
     )
     with _vllm_interface():
         try:

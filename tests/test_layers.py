@@ -238,6 +238,7 @@ RECORDS = ("_kernel.records",)
 CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 WRITTEN_BY_FEATURES = {
     "_eviction.accounts": "last_use",
+    "_eviction.checkpoints": "last_use",
     "_eviction.counts": "before key num_after start tokens",
     "_eviction.learned": "last_use rank",
     "_extensions.forks": (

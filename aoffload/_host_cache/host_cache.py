@@ -19,7 +19,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 from .._common.arguments import check_bool, check_callable, check_int, check_text, check_type, shown
 from .._common.prefix import TOKEN_BYTES, Prefix, TokenIds, encode_tokens
@@ -500,13 +500,14 @@ class HostCache(AnyLedger):
     ) -> list[Job]:
         """Append `new_token_ids`, and plan stores of the blocks of the first `num_computed_tokens` that the policy
         wants."""
+        given = _parsed(checkpoints, self.cache.layout.recurrent, self._num_rows)
         require(request, "offer", State.PINNED, State.RUNNING)
         added = b"" if type(new_token_ids) is list and not new_token_ids else encode_tokens(new_token_ids, _NEW)
         before = request.num_computed_tokens if request.state is State.RUNNING else request.engine_tokens
         num_tokens = request.checked_count(num_computed_tokens, before, len(added) // TOKEN_BYTES)
         num_units = num_tokens // self.cache.layout.unit_tokens
         ids = EngineIds.of(self.cache.layout, self._num_rows, "block_ids", block_ids, num_units)
-        written = self._checkpoints(checkpoints, num_units) if checkpoints else {}
+        written = self._checkpoints(given, num_units) if given else {}
         known, computed, published = request.sequence.num_tokens, request.num_computed_tokens, request.published
         if added:
             request.sequence.append(added)
@@ -535,21 +536,16 @@ class HostCache(AnyLedger):
             call_all(iter(self.arrivals.over(request)))
         return jobs
 
-    def _checkpoints(self, given: Mapping[int, Sequence[int]], num_units: int) -> dict[int, array[int]]:
+    def _checkpoints(self, given: Mapping[Any, array[int]], num_units: int) -> dict[int, array[int]]:
         """The checkpoints of an offer of `num_units` units, by unit in prefix order."""
-        unit, name = self.cache.layout.unit_tokens, "checkpoints"
-        found: dict[int, array[int]] = {}
-        try:
-            items = list(given.items())
-        except Exception:  # noqa: BLE001 - whatever a foreign mapping raises
-            raise InvalidArgument(name, f"must map numbers of tokens to block ids, got {shown(given)}") from None
-        for at, ids in items:
+        unit, found = self.cache.layout.unit_tokens, dict[int, array]()  # type: ignore[type-arg]
+        for at, ids in given.items():
             if type(at) is not int or at % unit or not 0 < at <= num_units * unit:
                 known = f"a multiple of {unit} up to the {num_units * unit} tokens of whole blocks that are computed"
-                raise InvalidArgument(name, f"names {shown(at)}, which is not {known}")
-            found[at // unit] = checkpoint_ids(self.cache.layout.recurrent, self._num_rows, name, ids)
+                raise InvalidArgument("checkpoints", f"names {shown(at)}, which is not {known}")
+            found[at // unit] = ids
         if not named_rows(self._num_rows, [*found.values()]).are_distinct:
-            raise InvalidArgument(name, "names a block twice")
+            raise InvalidArgument("checkpoints", "names a block twice")
         return dict(sorted(found.items()))
 
     def planned_checkpoints(self, request: HostCacheRequest) -> tuple[int, ...]:
@@ -703,3 +699,17 @@ def _is_alike(run: Run, request: HostCacheRequest, start: int, from_token: int) 
         return False
     paths = ((current, sequence.first_bytes(current.start, from_token + 1)) for current in run.path())
     return all(current.tokens[: len(tokens)] == tokens[: len(current.tokens)] for current, tokens in paths)
+
+
+def _parsed(
+    checkpoints: Mapping[int, Sequence[int]], recurrent: Component | None, num_rows: int
+) -> Mapping[Any, array[int]]:
+    """`checkpoints` of an offer, read before anything else is checked: a foreign mapping may run code of its own."""
+    if checkpoints is NO_CHECKPOINTS:
+        return {}
+    try:
+        items = list(checkpoints.items())
+    except Exception:  # noqa: BLE001 - whatever a foreign mapping raises
+        problem = f"must map numbers of tokens to block ids, got {shown(checkpoints)}"
+        raise InvalidArgument("checkpoints", problem) from None
+    return {at: checkpoint_ids(recurrent, num_rows, "checkpoints", ids) for at, ids in items}

@@ -4,8 +4,9 @@ group."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import islice
 from operator import lt
 from typing import Any, TypeAlias
 
@@ -109,7 +110,9 @@ def checkpoint_ids(component: Component | None, num_rows: int, name: str, given:
     if component is None:
         raise InvalidArgument(name, "must not be given: no group has a recurrent state")
     try:
-        ids = array("i", given)
+        if isinstance(given, Mapping | Set):
+            raise TypeError("it has no order")
+        ids = array("i", islice(given, component.width + 1))
     except Exception as error:  # noqa: BLE001 - whatever a foreign sequence raises
         problem = f"must be block ids of a checkpoint, got {shown(given)} ({type(error).__name__})"
         raise InvalidArgument(name, problem) from None

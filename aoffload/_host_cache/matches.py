@@ -26,7 +26,7 @@ from .._common.arguments import check_has
 from .._common.tiers import BELOW, Tier
 from .._extensions.load_choice import Loadable
 from .._kernel.cache import PrefixCache
-from .._kernel.index import Hit, held_stop, is_fork, present_stop
+from .._kernel.index import Hit, held_stop, is_branch_point, present_stop
 from .._kernel.leases import RequestLeases
 from .._kernel.moves import Moves
 from .._kernel.plans import PrefixMatch
@@ -275,7 +275,7 @@ class EngineMatches:
         unit = self.cache.layout.unit_tokens
         if self.cache.layout.recurrent is not None:
             request.checkpoints = Checkpoints()
-            is_branch = is_fork(self.cache.index, request.sequence, hit)
+            is_branch = is_branch_point(self.cache.index, request.sequence, hit)
             request.checkpoints.branch_stop = hit.full_stop if is_branch else 0
         if hit.stop > hit.device_stop:
             run = self.cache.cut(hit.run_at(hit.stop), hit.stop)

@@ -284,7 +284,7 @@ class EngineOffers:
     def _of_full(self, request: HostCacheRequest, lacking: Iterable[range], ids: EngineIds) -> Iterator[Offer]:
         """Full attention, up to the first null block: a hit never finds the blocks after a gap."""
         full = self.cache.layout.full
-        for units in lacking:
+        for units in lacking if full.width else ():
             num_units, blocks = len(units), ids.of_component(full, units.start, units.stop)
             if has_null(blocks):
                 blocks = self._with_found(request, full, units.start, units.stop, blocks, ids)

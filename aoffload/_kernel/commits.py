@@ -145,6 +145,8 @@ class Commits:
     ) -> tuple[int, bytes, Sequence[int]]:
         """Raise if the commit is invalid. Returns `num_computed_tokens`, the new tokens, encoded, and `checkpoints`, by
         unit."""
+        if type(checkpoints) is not tuple:  # first, because it may run code of the caller
+            checkpoints = as_tuple("checkpoints", checkpoints, "int", CommitError)
         if request.computing is Computing.LOST_BLOCKS:
             problem = (
                 f"cannot count: {request} has given up its blocks since its last step: compute again in a new step"
@@ -162,7 +164,7 @@ class Commits:
         if num_tokens > allocated:
             problem = f"is {num_tokens}, beyond the {allocated} tokens that were allocated: `extend` takes more"
             raise CommitError("num_computed_tokens", problem)
-        if type(checkpoints) is tuple and not checkpoints:  # the common case
+        if not checkpoints:  # the common case
             return num_tokens, added, ()
         return num_tokens, added, _written(request, checkpoints, num_tokens, self.cache.layout.unit_tokens)
 
@@ -226,14 +228,16 @@ class Commits:
         return jobs
 
 
-def _written(request: LedgerRequest, checkpoints: Iterable[int], num_tokens: int, unit_tokens: int) -> Sequence[int]:
+def _written(request: LedgerRequest, checkpoints: tuple[int, ...], num_tokens: int, unit_tokens: int) -> Sequence[int]:
     """`checkpoints`, given in tokens, by unit in prefix order. `CommitError` if one of them is not planned, or not
     within the tokens that this commit adds."""
     planned = {} if request.checkpoints is None else request.checkpoints.planned
     known = {position * unit_tokens: position for position in planned}
     found: set[int] = set()
-    for at in as_tuple("checkpoints", checkpoints, "int", CommitError):
-        if type(at) is not int or at not in known:
+    for at in checkpoints:
+        if type(at) is not int:
+            raise CommitError("checkpoints", f"must hold positions in tokens (`num_tokens`), got {shown(at)}")
+        if at not in known:
             names = ", ".join(map(str, sorted(known))) or "none"
             raise CommitError("checkpoints", f"names {shown(at)}, which is not planned: {request} plans {names}")
         if not request.num_computed_tokens < at <= num_tokens:

@@ -430,7 +430,7 @@ def find_hit(
         near = reached
 
 
-def is_fork(index: RunIndex, sequence: TokenSequence, hit: Hit) -> bool:
+def is_branch_point(index: RunIndex, sequence: TokenSequence, hit: Hit) -> bool:
     """Whether the index has other tokens than `sequence` after `hit.full_stop`: other prompts diverge there."""
     stop, last = hit.full_stop, hit.path[-1] if hit.path else None
     if last is None or not stop:

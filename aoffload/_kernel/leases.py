@@ -47,7 +47,7 @@ from dataclasses import dataclass
 from .._common.tiers import BELOW, Tier
 from .cache import PrefixCache
 from .hooks import Hooks
-from .index import Hit, find_hit, held_ids, is_fork, lower_path, stretches
+from .index import Hit, find_hit, held_ids, is_branch_point, lower_path, stretches
 from .plans import PrefixMatch
 from .records import NO_LIMIT, BlockTable, Checkpoints, LedgerRequest, Part, Run, nulls
 from .states import RequestState
@@ -69,7 +69,7 @@ class RequestLeases:
             if request.checkpoints is None:
                 request.checkpoints = Checkpoints()
             # What a preempted request has computed itself is kept by a checkpoint, too.
-            is_branch = request.has_committed or is_fork(cache.index, request.sequence, hit)
+            is_branch = request.has_committed or is_branch_point(cache.index, request.sequence, hit)
             request.checkpoints.branch_stop = hit.full_stop if is_branch else 0
         if hit.stop:
             last = hit.path[-1]

@@ -31,7 +31,7 @@ from .._common.arguments import as_tuple, check_callable, check_has, check_int, 
 from .._common.prefix import Prefix, TokenIds
 from .._common.tiers import Tier
 from .._config.config import OffloadConfig
-from ..errors import ConfigError, ExtensionError, InvalidArgument, WrongState
+from ..errors import CommitError, ConfigError, ExtensionError, InvalidArgument, WrongState
 from .base import CacheBase
 from .commits import Commits
 from .events import Observer
@@ -287,7 +287,8 @@ class CoreLedger(CacheBase):
             request = self.own(one[0])
             if any(request is other for other, *_ in checked):
                 raise InvalidArgument("commits", f"names {request} twice")
-            checked.append((request, one[1], one[2], one[3] if len(one) == 4 else ()))
+            written = as_tuple("checkpoints", one[3], "int", CommitError) if len(one) == 4 else ()
+            checked.append((request, one[1], one[2], written))
         plans = self._commits.commit_all(checked)
         self.end_call()
         return tuple(plans)

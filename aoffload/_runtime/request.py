@@ -472,14 +472,14 @@ class Request(RequestBase[Ledger, LedgerRequest]):
         """The checkpoints of the recurrent state to write, in prefix order: end a forward at `num_tokens`, copy the
         running state into the blocks, and name the position to `commit`. Any of them may be left out. Empty if the
         model has no recurrent state. `WrongState` before `allocate`."""
-        return self._session.ledger.planned_checkpoints(self._with_blocks())
+        return self._session.ledger.planned_checkpoints(self._with_blocks("planned_checkpoints"))
 
     @property
     def resume_checkpoint(self) -> Checkpoint | None:
-        """The checkpoint of the recurrent state from which the request continues, after `load`: copy it into the
-        running state in the first step, before the forward. None: begin with the initial state, or the request has
-        computed since then. `WrongState` before `allocate`."""
-        return self._session.ledger.resume_checkpoint(self._with_blocks())
+        """The checkpoint of the recurrent state from which the request continues. Read it after `load` or `resume`, and
+        copy it into the running state in the first step, before the forward. None: begin with the initial state, or the
+        request has computed since then. `WrongState` before `allocate`."""
+        return self._session.ledger.resume_checkpoint(self._with_blocks("resume_checkpoint"))
 
     def extend_nowait(self, num_tokens: int) -> Extension:
         """Allocate blocks for `num_tokens` tokens in total. Returns the additions to the block tables.
@@ -615,9 +615,9 @@ class Request(RequestBase[Ledger, LedgerRequest]):
 
     # -- checks ---------------------------------------------------------------------------------------------------
 
-    def _with_blocks(self) -> LedgerRequest:
+    def _with_blocks(self, call: str = "block_ids") -> LedgerRequest:
         record = self._live()
-        require(record, "block_ids", *WITH_TABLES)
+        require(record, call, *WITH_TABLES)
         return record
 
 

@@ -6,7 +6,7 @@ import attrs
 
 from .._common.tiers import Tier
 from .._extensions.assembly import Ledger
-from .._kernel.index import Hit, find_hit, is_fork
+from .._kernel.index import Hit, find_hit, is_branch_point
 from .._kernel.records import LedgerRequest, Waiter
 from .._runtime.runtime import AnyRuntime
 from .violations import Violation
@@ -74,7 +74,7 @@ class LineOracle:
         layout = self.runtime.ledger.layout
         if layout.recurrent is None:
             return 0
-        is_branch = record.has_committed or is_fork(self.runtime.ledger.cache.index, record.sequence, hit)
+        is_branch = record.has_committed or is_branch_point(self.runtime.ledger.cache.index, record.sequence, hit)
         branch = hit.full_stop if is_branch else 0
         ends = ((record.sequence.num_prompt_tokens - 1) // layout.unit_tokens, branch)
         planned = {end for end in (end - end % record.hit_alignment for end in ends) if end > hit.stop}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import pytest
 from disk_driving import Disk
@@ -135,8 +135,8 @@ def test_only_a_named_checkpoint_is_found() -> None:
     [
         (21, [16], "checkpoints: names 16, which is not planned: request .* plans 20"),
         (16, [20], "checkpoints: names 20, which does not lie between 1 and 16"),
-        (21, ["20"], "checkpoints: names '20', which is not planned"),
-        (21, [True], "checkpoints: names True, which is not planned"),
+        (21, ["20"], r"checkpoints: must hold positions in tokens \(`num_tokens`\), got '20'"),
+        (21, [True], "checkpoints: must hold positions in tokens .*, got True"),
         (21, 20, "checkpoints: must be a sequence of int, got 20"),
     ],
 )
@@ -150,6 +150,26 @@ def test_a_commit_of_another_checkpoint_is_refused(stop: int, written: object, s
     assert driven.picture() == before and driven.planned(request) == [20]
     driven.commit(request)
     assert driven.hit(A) == (20, 0)
+
+
+def test_an_iterable_that_calls_the_ledger_finds_it_whole() -> None:
+    """The positions are read before anything is checked, so a generator that releases the request makes the commit a
+    commit of a request that is over."""
+    driven = Hybrid()
+    request, other = driven.running(A), driven.running(prompt(2, 9))
+
+    def ending() -> Iterator[int]:
+        driven.ledger.release(request)
+        yield 20
+
+    with pytest.raises(WrongState):
+        driven.ledger.commit(request, 21, (), ending())
+    driven.ledger.check_integrity()
+    request = driven.running(A)
+    with pytest.raises(WrongState):
+        driven.ledger.commit_all([(request, 21, ()), (other, 9, (), ending())])
+    driven.ledger.check_integrity()
+    assert other.num_computed_tokens == 0
 
 
 def test_a_checkpoint_behind_the_computed_tokens_is_refused() -> None:

@@ -149,6 +149,21 @@ async def test_commit_step_names_the_request_of_a_wrong_checkpoint() -> None:
         runtime.commit_step([Computed(request, 21, checkpoints=iter([20]))])
 
 
+async def test_an_engine_with_states_alone_is_served() -> None:
+    """Two groups of recurrent layers and no KV: a hit is a checkpoint."""
+    groups = [KVCacheGroup(name, RecurrentState(), BLOCK) for name in "ab"]
+    blocks = torch.zeros(NUM_BLOCKS, 8, dtype=torch.uint8)
+    settings = OffloadConfig(groups=groups, num_host_blocks=NUM_BLOCKS)
+    async with HostCacheRuntime(settings, blocks, engine_blocks=Pool()) as runtime:
+        async with runtime.request(A) as request:
+            blocks[[20, 21]] = state_of(A[:20])[:2]
+            request.offer(20, [[], []], checkpoints={20: [20, 21]})
+        await runtime.flush()
+        async with runtime.request(A) as request:
+            assert await request.load(into=[[], []], into_checkpoint=[40, 41]) == 20
+            assert torch.equal(blocks[[40, 41]], state_of(A[:20])[:2])
+
+
 class Pool:
     def hold(self, block_ids: object) -> None: ...
     def give(self, block_ids: object) -> None: ...
