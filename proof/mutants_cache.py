@@ -12,8 +12,8 @@ EVICTION, RECORDS = "aoffload._kernel.pools", "aoffload._kernel.records"
 PUBLISH, COMMITS, OWNERS = "aoffload._kernel.leases", "aoffload._kernel.commits", "aoffload._kernel.records"
 INVALIDATION = "aoffload._extensions.invalidation"
 KNOWS_LEASES = (
-    "from .records import BlockTable, LedgerRequest, Part, Run, nulls",
-    "from .records import BlockTable, Lease, LedgerRequest, Part, Run, nulls",
+    "from .records import NO_LIMIT, BlockTable, Checkpoints, LedgerRequest, Part, Run, nulls",
+    "from .records import NO_LIMIT, BlockTable, Checkpoints, Lease, LedgerRequest, Part, Run, nulls",
 )
 
 _KEYS = (

@@ -109,9 +109,9 @@ CALL_SEQUENCE_MUTANTS = (
     Mutant(
         "a fork that has not committed taken for unread",
         INVALIDATION,
-        "        tainted = self._taint(wrong, others, {request: from_token})\n",
+        "        tainted = self._taint(wrong, others, sources)\n",
         "        read = [other for other in others if other.num_units or other.has_committed]\n"
-        "        tainted = self._taint(wrong, read, {request: from_token})\n",
+        "        tainted = self._taint(wrong, read, sources)\n",
         "whoever has read what a failed forward wrote is told",
         programs=True,
     ),

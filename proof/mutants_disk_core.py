@@ -121,8 +121,8 @@ _INVALIDATION = (
         OF_STORES + "what_a_failed_forward_has_left_there_is_told",
         "disk: wrong KV that a restart finds",
         "aoffload._kernel.cache",
-        "                self.tiers[part.tier].invalidated(part.blocks)\n",
-        "",
+        "            for part in run.parts:\n                self.tiers[part.tier].invalidated(part.blocks)\n",
+        "            for part in run.parts:\n",
         "what a failed forward has computed is not found after a restart",
     ),
     _met_by(

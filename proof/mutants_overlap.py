@@ -13,8 +13,8 @@ OVERLAP_MUTANTS = (
     Mutant(
         "a load taken for landed, however it ended",
         EARLY,
-        "        for component in self._cache.layout.components:\n",
-        "        for component in ():\n",
+        "        for component in self._cache.layout.paged:\n            first, table",
+        "        for component in ():\n            first, table",
         "what was computed on bytes that never came is never committed",
         test=f"{TEST}test_a_load_that_is_waited_for_no_longer_refutes",
     ),

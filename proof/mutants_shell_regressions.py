@@ -222,7 +222,7 @@ _NOT_SILENT = (
     Mutant(
         "block table of a request without blocks",
         BLOCK,
-        '        require(record, "block_ids", *WITH_TABLES)\n',
+        "        require(record, call, *WITH_TABLES)\n",
         "        pass\n",
         _SILENT,
         test=f"{_ERRORS}a_call_that_comes_too_early_names_the_one_that_is_missing",

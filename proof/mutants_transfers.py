@@ -272,8 +272,9 @@ _SHARING = (
     Mutant(
         "host lease kept after the load",
         LOADS,
-        "        self.request_leases.end_host_lease(request)\n        if layout.windows:\n            slide",
-        "        if layout.windows:\n            slide",
+        "        self.request_leases.end_host_lease(request)\n"
+        "        if request.checkpoints is not None:\n            request.checkpoints.resume",
+        "        if request.checkpoints is not None:\n            request.checkpoints.resume",
         "host pins end when the load settles",
     ),
     Mutant(

@@ -149,10 +149,14 @@ ALLOCATIONS = (
     Mutant(
         "vLLM: a load planned with the step only",
         SCHEDULER,
-        "        plans = self.ledger.plan_load(found.record, found.promised, wake, into=tables)\n"
+        "        plans = self.ledger.plan_load(\n"
+        "            found.record, found.promised, wake, into=self._groups.tables(tables),\n"
+        "            into_checkpoint=self._groups.checkpoint_at(tables, found.promised),\n"
+        "        )  # fmt: skip\n"
         "        if plans:\n            self._note(found, plans)\n            self._loads += plans\n"
         "            found.has_to_be_compared = found.use is not None\n",
-        "        self._later.append((found, tables, wake))\n        plans = ()\n        if True:\n            pass\n",
+        "        self._later.append((found, self._groups.tables(tables), wake))\n"
+        "        plans = ()\n        if True:\n            pass\n",
         "a prefix that is to be loaded in this step is not loaded twice",
         also=(
             Patch(

@@ -287,8 +287,8 @@ _WAKING = (
     Mutant(
         "no pump after a commit",
         "aoffload._kernel.ledger",
-        "num_computed_tokens, new_token_ids)\n        self.end_call()\n",
-        "num_computed_tokens, new_token_ids)\n        self.moves.report()\n",
+        "num_computed_tokens, new_token_ids, checkpoints)\n        self.end_call()\n",
+        "num_computed_tokens, new_token_ids, checkpoints)\n        self.moves.report()\n",
         "who is first in line may need less room after a commit",
         programs=True,
     ),

@@ -148,7 +148,7 @@ _SHARED_PREFIXES = (
     Mutant(
         "lazy stores no window",
         COMMITS,
-        "jobs = self._window_stores(request, lease.run, first, stop, is_last) if layout.windows else []",
+        "jobs = self._partial_stores(request, lease.run, first, stop, is_last) if layout.partial else []",
         "jobs = list[Job]()",
         "lazy has the window of a shared prefix",
         test=SHARED + "test_lazy_has_the_window_of_a_shared_prefix",
@@ -183,7 +183,7 @@ _WINDOWS = (
     Mutant(
         "match ignores the windows",
         "aoffload._kernel.index",
-        "        for component in layout.windows:\n            lower",
+        "        for component in layout.partial:\n            lower",
         "        for component in ():\n            lower",
         "a hit ends where every group has what it needs",
         scenarios=("mixed_windows",),
@@ -191,8 +191,8 @@ _WINDOWS = (
     Mutant(
         "window in the host counts as on the device",
         MATCHING,
-        "return Hit(accepted(layout, path, min(device_stop, stop), (Tier.DEVICE,)), stop, path)",
-        "return Hit(accepted(layout, path, min(device_stop, stop), HIT_TIERS), stop, path)",
+        "return Hit(accepted(layout, path, min(device_stop, stop), (Tier.DEVICE,)), stop, path, full_stop)",
+        "return Hit(accepted(layout, path, min(device_stop, stop), HIT_TIERS), stop, path, full_stop)",
         "a device hit needs no load",
         scenarios=("mixed_windows",),
     ),

@@ -16,7 +16,6 @@ import torch
 
 from aoffload import KVCacheGroup
 from aoffload._reference.engine.decoder import Decoder, DecoderConfig
-from aoffload._reference.engine.layers import LayerGroup
 from aoffload._reference.engine.transformers import TransformersModel
 from aoffload.demo import command, runner, workload
 from aoffload.demo.command import main
@@ -144,8 +143,8 @@ def small_gemma() -> TransformersModel:
         return TransformersModel(AutoModelForCausalLM.from_config(config))
 
 
-def full_groups(groups: tuple[LayerGroup, ...], block_size: int) -> list[KVCacheGroup]:
-    return [KVCacheGroup(group.name, block_size=block_size) for group in groups]
+def full_groups(model: Any, options: Any) -> list[KVCacheGroup]:
+    return [KVCacheGroup(group.name, block_size=options.block_size) for group in model.groups]
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -157,7 +156,7 @@ def test_a_model_with_windows(
     back to the pool as windows moved on, as a number. With full groups in their place there is none."""
     monkeypatch.setattr(command, "load_model", lambda *_, **__: small_gemma())
     if kind == "stand-in":
-        monkeypatch.setattr(runner, "kv_cache_groups", full_groups)
+        monkeypatch.setattr(runner, "engine_groups", full_groups)
     demo.run("--backend", backend, "--device-blocks", num_blocks)
     assert demo.status == 0
     assert demo.json["outputs_identical"] is True

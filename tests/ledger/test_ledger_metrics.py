@@ -121,7 +121,7 @@ def test_what_a_ledger_cannot_know_is_not_shown() -> None:
             == {family.name for family in FAMILIES if family.shown_with is ShownWith.ANYTHING} - hidden
         )
         device = {tuple(sorted(labels)) for name, labels in scrape.scrapes[0].values if ("tier", "device") in labels}
-        assert len(device) == (2 if program is EngineSteps else 8)
+        assert len(device) == (2 if program is EngineSteps else 9)
 
 
 def test_tokens_are_counted_by_where_they_came_from() -> None:

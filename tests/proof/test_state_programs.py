@@ -81,7 +81,7 @@ def _in_another_order(cache: Any, request: Any, position: int) -> None:
 PLANTED: dict[str, tuple[Any, str, Callable[..., Any], Face, tuple[str, ...]]] = {
     "what was left out is found": (Commits, "_publish", _all_that_was_planned, "trio-states", ("may not hit", "wrong")),
     "the checkpoint of the hit is named for ever": (
-        leases, "_release_checkpoints", _keeps_the_hit, "asyncio-states", ("no state",),
+        leases, "_release_checkpoints", _keeps_the_hit, "asyncio-states", ("no state", "conservation"),
     ),
     "rows in another order": (commits, "publish_checkpoint", _in_another_order, "trio-states", ("wrong bytes",)),
     "a checkpoint beside the KV of another request stays": (
