@@ -342,3 +342,35 @@ def test_a_store_that_hangs_over_a_reset_is_found_by_no_restart(face: Face) -> N
     )
     world = World((GroupShape("full", 0, 1),), 4, 100, 1000, "eager", 0.5, 1.0, 160)
     check_program(Program(face, world, calls, 559))
+
+
+def test_an_idle_host_stores_no_checkpoint_for_which_the_disk_evicts() -> None:
+    """Broke: an idle ledger writes no block to the disk twice. Each checkpoint that it stored evicted another one."""
+    program = Program(
+        "engine-states",
+        World(
+            groups=(GroupShape(kind="chunk", reach=8, block_size=2), GroupShape(kind="state", reach=5, block_size=2)),
+            num_device_blocks=20,
+            num_host_blocks=100,
+            max_job_bytes=1000,
+            store_policy="eager",
+            max_pinned_share=0.5,
+            max_prefetch_share=1.0,
+            num_disk_blocks=8,
+            max_fetch_share=1.0,
+            cell_units=0,
+            eviction="lru",
+            max_in_flight=2,
+            window_interval=0,
+            quotas=(),
+        ),
+        (
+            call("serve", tokens=[0, 1, 1, 0, 1, 0, 2, 0, 2, 1, 0, 0, 1, 2, 0, 2, 2, 0, 2, 2, 2, 2, 1, 2, 1, 0, 0, 1]),
+            call(
+                "serve", tokens=[0, 1, 1, 0, 1, 0, 2, 0, 2, 1, 0, 0, 1, 2, 0, 2, 2, 0, 2, 2, 2, 2, 1, 2, 1, 0, 0, 1, 1]
+            ),
+            call("idle", most=3),
+        ),
+        2853,
+    )
+    check_program(program)

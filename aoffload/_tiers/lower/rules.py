@@ -76,8 +76,9 @@ class LowerStores:
         if self._turns:
             jobs += self._take_turns(most, wanted)
         if is_idle and not watermark.nothing_changed():
-            left = min(left_of(most, jobs), self._there.pool.num_free)  # evict nothing, or stores would never end
-            jobs += watermark.store(self._requested_twice(left), self._requested_stop, left)
+            num_free = self._there.pool.num_free  # evict nothing, or stores would never end
+            left = min(left_of(most, jobs), num_free)
+            jobs += watermark.store(self._requested_twice(left), self._requested_stop, left, num_free)
             if left_of(most, jobs) <= 0:
                 watermark.seen = ()  # more blocks may be left to store, even if nothing changes
         return jobs
