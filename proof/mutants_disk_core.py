@@ -55,8 +55,8 @@ _STORES = (
         OF_STORES + "an_idle_disk_evicts_nothing",
         "disk: an idle disk goes round",
         STORES,
-        "min(left_of(most, jobs), self._there.pool.num_free)",
-        "min(left_of(most, jobs), self._there.num_available)",
+        "num_free = self._there.pool.num_free",
+        "num_free = self._there.num_available",
         "what is written while the disk is idle evicts nothing",
     ),
     _met_by(
