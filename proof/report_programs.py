@@ -37,11 +37,20 @@ OF_STATES: dict[str, tuple[str, ...]] = {
     "engine-states": ("checkpoint", "checkpoint loaded", "invalidate", "pending", "disk"),
     **dict.fromkeys(
         ("asyncio-states", "trio-states"),
-        ("checkpoint", "checkpoint hit", "checkpoint left out", "invalidate", "preempt", "run_step", "restart"),
+        (
+            "checkpoint",
+            "checkpoint hit",
+            "checkpoint left out",
+            "invalidate",
+            "preempt",
+            "run_step",
+            "restart",
+            "reset",
+        ),
     ),
     **dict.fromkeys(
         ("engine-asyncio-states", "engine-trio-states"),
-        ("checkpoint", "checkpoint loaded", "engine hit", "invalidate", "thread", "pending", "restart"),
+        ("checkpoint", "checkpoint loaded", "engine hit", "invalidate", "thread", "pending", "restart", "reset"),
     ),
 }
 """What programs with a recurrent state have to meet, by face."""

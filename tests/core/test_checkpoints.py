@@ -481,7 +481,7 @@ def test_a_remote_store_is_refused_with_the_reason() -> None:
 @pytest.mark.parametrize("face", ["states", "engine-states"])
 def test_random_programs_with_states(face: str) -> None:
     """Random programs with states break no law, and meet every way in which a checkpoint comes and goes."""
-    found = explore_programs(face, 0, 160, 48)  # type: ignore[arg-type]
+    found = explore_programs(face, 0, 60, 48)  # type: ignore[arg-type]
     assert not found.broken, found.broken[0].violation
     met = {one for one, other in found.pairs if one == other}
     assert {"checkpoint", "preempt" if face == "states" else "checkpoint loaded", "invalidate", "disk"} <= met
