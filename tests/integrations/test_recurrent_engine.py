@@ -10,7 +10,7 @@ import anyio.lowlevel
 import attrs
 import pytest
 import torch
-from recurrent import KINDS, FoldingModel, answer, fold, prompt_of, serving
+from recurrent import KINDS, VOCABULARY, FoldingModel, answer, fold, prompt_of, serving
 from windowed import OPTIONS
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
@@ -19,11 +19,12 @@ from aoffload._reference.engine.batching import EngineOptions, PrefillStart
 from aoffload._reference.engine.checkpoints import engine_groups
 from aoffload._reference.engine.engine import PagedEngine
 from aoffload._reference.engine.loop import StepFailed
-from aoffload._reference.engine.recurrent import RecurrentSlice
+from aoffload._reference.engine.recurrent import RecurrentSlice, StateLayout
 from aoffload.demo.backends import Tampering
 from aoffload.demo.options import Corrupt
 from aoffload.errors import ConfigError
 from aoffload.integrations import PagedBatch, SequenceSlice, load_model
+from aoffload.integrations.openai_server import ServerOptions, open_service
 
 pytestmark = pytest.mark.anyio
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -177,6 +178,19 @@ async def test_the_named_model_is_served() -> None:
     assert [each.num_computed_tokens for each in found[0]] == [150, 160, 143, 150]
     assert [each.num_host_tokens for each in found[1]] == [0, 0, 128, 0]
     assert [each.num_device_tokens for each in found[1]] == [0, 0, 0, 128]
+
+
+async def test_the_servers_default_pools_have_room_for_checkpoints() -> None:
+    """The default pools hold 8,192 and 32,768 tokens of KV, and a checkpoint of a state of three blocks per 1,024."""
+    model = FoldingModel("full")
+    model.max_positions, model.vocab_size, model.end_token_ids = 10_000, VOCABULARY, ()  # type: ignore[attr-defined]
+    block = model.new_kv_cache(1, 16)[0]
+    piece = torch.zeros(1, 3 * block.nbytes // 8, dtype=torch.int64)
+    model.states = StateLayout.of([(2, "recurrent", 0, piece)], torch.device("cpu"))
+    async with open_service(ServerOptions(model="tiny"), model) as service:
+        now = service.engine.runtime.statistics()
+        assert (now.device.num_blocks, now.host.num_blocks) == (512 + 3 * 8, 2048 + 3 * 32)
+        assert service.limits.num_tokens == 8192
 
 
 async def test_a_wrong_state_is_noticed() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ... import DiskTier, OffloadConfig, OffloadRuntime, RemoteTier, fingerprint
+from ..._config.groups import KVCacheGroup
 from ..._config.sources import secret_in, store_of
 from ...errors import ConfigError, InvalidArgument
 from ..engine.batching import EngineOptions
@@ -28,6 +29,8 @@ from .tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer
 BLOCK_SIZE = 16
 DEVICE_TOKENS = 8192
 HOST_TOKENS = 32_768
+CHECKPOINT_TOKENS = 1024
+"""The default pools have blocks for one checkpoint of a recurrent state per so many tokens."""
 
 
 @asynccontextmanager
@@ -37,11 +40,12 @@ async def open_service(options: ServerOptions, model: PagedModel, logger: Any = 
     limits = limits_of(options, model)
     tokenizer = tokenizer_of(options, model)
     metrics = find_metrics()
-    num_rows = _num_device_blocks(options, model) + 1  # the null block
+    groups = engine_groups(model, engine_options)
+    num_rows = (options.num_device_blocks or _default_blocks(DEVICE_TOKENS, groups)) + 1  # the null block
     kv_cache = _new_kv_cache(model, num_rows + engine_options.num_scratch_blocks)
     async with (
         OffloadRuntime(
-            _config_of(options, model, engine_options), kv_cache[:num_rows], logger=logger, **metrics.runtime_options
+            _config_of(options, groups), kv_cache[:num_rows], logger=logger, **metrics.runtime_options
         ) as runtime,
         PagedEngine(model, runtime, kv_cache, engine_options) as engine,
     ):
@@ -71,7 +75,8 @@ def limits_of(options: ServerOptions, model: PagedModel) -> Limits:
 
     With several groups a request needs blocks of each group, except before that group's window.
     """
-    room = _num_device_blocks(options, model) // len(model.groups) * BLOCK_SIZE
+    blocks = options.num_device_blocks
+    room = DEVICE_TOKENS if blocks is None else blocks // len(model.groups) * BLOCK_SIZE
     most = min(model.max_positions, room)
     if most < 2:
         raise InvalidArgument("device_blocks", "is too few: no prompt and answer fit")
@@ -97,15 +102,18 @@ def _served_name(options: ServerOptions) -> str:
     )
 
 
-def _num_device_blocks(options: ServerOptions, model: PagedModel) -> int:
-    return options.num_device_blocks or DEVICE_TOKENS // BLOCK_SIZE * len(model.groups)
+def _default_blocks(num_tokens: int, groups: Sequence[KVCacheGroup]) -> int:
+    """Blocks for `num_tokens` tokens of KV in each group, and for checkpoints."""
+    return sum(
+        num_tokens // CHECKPOINT_TOKENS * group.num_rows if group.is_recurrent else num_tokens // BLOCK_SIZE
+        for group in groups
+    )
 
 
-def _config_of(options: ServerOptions, model: PagedModel, engine_options: EngineOptions) -> OffloadConfig:
-    default = HOST_TOKENS // BLOCK_SIZE * len(model.groups)
-    num_host = default if options.num_host_blocks is None else options.num_host_blocks
+def _config_of(options: ServerOptions, groups: Sequence[KVCacheGroup]) -> OffloadConfig:
+    num_host = _default_blocks(HOST_TOKENS, groups) if options.num_host_blocks is None else options.num_host_blocks
     return OffloadConfig(
-        groups=engine_groups(model, engine_options),
+        groups=groups,
         num_host_blocks=num_host,
         namespace=f"{_identity(options)}@{options.seed}",
         store_policy=options.store if num_host else "off",

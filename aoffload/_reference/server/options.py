@@ -103,9 +103,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="a name that clients may call the server by, besides those of loopback; may be repeated")  # fmt: skip
     add("--require-salt", dest="requires_salt", action="store_true", help="refuse requests without a cache_salt")
     add("--device-blocks", dest="num_device_blocks", type=count(1, MAX_BLOCKS), metavar="N",
-        help="blocks of 16 tokens on the device (default: 512 for each group of layers)")  # fmt: skip
+        help="blocks of 16 tokens on the device (default: 512 for each group of layers, "
+        "and 8 checkpoints of a recurrent state)")  # fmt: skip
     add("--host-blocks", dest="num_host_blocks", type=count(0, MAX_BLOCKS), metavar="N",
-        help="blocks in host memory, 0 for no offload (default: 2048 for each group of layers)")  # fmt: skip
+        help="blocks in host memory, 0 for no offload (default: 2048 for each group of layers, "
+        "and 32 checkpoints of a recurrent state)")  # fmt: skip
     add("--store", choices=STORE_POLICIES, default=default.store, help="what is copied to host memory")
     add("--load", choices=LOAD_CHOICES, default=default.load,
         help="which hits of host memory are loaded: all, or what costs less than computing (%(default)s)")  # fmt: skip
