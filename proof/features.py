@@ -24,6 +24,9 @@ POLICIES = _of("eager", "lazy", "selective", "off")
 ONE_POLICY = Forbidden(POLICIES, POLICIES, "there is one store policy")
 CHOICES = _of("load by cost", "load by random")
 ONE_CHOICE = Forbidden(CHOICES, CHOICES, "there is one choice of loads")
+ORDERS = _of("lru", "learned", "learned:device")
+ONE_ORDER = Forbidden(ORDERS, ORDERS, "there is one eviction order")
+NO_QUOTAS = Forbidden(_of("no host"), _of("quotas"), "quotas share out the host and the disk")
 NO_COPIES = "without host blocks nothing is copied"
 OF_A_DISK = _of(
     "disk", "write behind", "idle", "disk flush", "fetch", "fetch shared", "match fetched", "restart", "restored",
@@ -48,6 +51,7 @@ FORBIDDEN = {
         ONE_POLICY,
         NO_DISK,
         NO_STORE,
+        NO_QUOTAS,
         Forbidden(_of("watermark"), POLICIES - {"lazy"}, "only a lazy policy has a watermark"),
         Forbidden(_of("store"), _of("off"), "this policy stores nothing"),
         Forbidden(
@@ -76,8 +80,10 @@ FORBIDDEN = {
         ONE_POLICY,
         NO_DISK,
         NO_STORE,
+        NO_QUOTAS,
         Forbidden(_of("store"), _of("off"), "this policy stores nothing"),
         Forbidden(_of("discard", "store corrupt"), _of("no host"), NO_COPIES),
+        Forbidden(_of("client pin", "hint"), _of("no host"), "a pin or a hint is about blocks in the host"),
         Forbidden(
             _of("off"),
             _of(
@@ -101,6 +107,7 @@ FORBIDDEN = {
     "runtime": (
         ONE_POLICY,
         ONE_CHOICE,
+        ONE_ORDER,
         NO_DISK,
         Forbidden(
             _of("no host"),
@@ -111,6 +118,7 @@ FORBIDDEN = {
     "runtime of an engine": (
         ONE_POLICY,
         ONE_CHOICE,
+        ONE_ORDER,
         NO_DISK,
         Forbidden(_of("off"), _of("restored"), "what is never stored is not on the disk"),
         Forbidden(
