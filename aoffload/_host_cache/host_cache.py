@@ -708,8 +708,8 @@ def _parsed(
     if checkpoints is NO_CHECKPOINTS:
         return {}
     try:
-        items = list(checkpoints.items())
+        given: dict[Any, Any] = dict(checkpoints.items())
     except Exception:  # noqa: BLE001 - whatever a foreign mapping raises
         problem = f"must map numbers of tokens to block ids, got {shown(checkpoints)}"
         raise InvalidArgument("checkpoints", problem) from None
-    return {at: checkpoint_ids(recurrent, num_rows, "checkpoints", ids) for at, ids in items}
+    return {at: checkpoint_ids(recurrent, num_rows, "checkpoints", ids) for at, ids in given.items()}

@@ -228,7 +228,7 @@ class Commits:
         return jobs
 
 
-def _written(request: LedgerRequest, checkpoints: tuple[int, ...], num_tokens: int, unit_tokens: int) -> Sequence[int]:
+def _written(request: LedgerRequest, checkpoints: Iterable[object], num_tokens: int, unit_tokens: int) -> Sequence[int]:
     """`checkpoints`, given in tokens, by unit in prefix order. `CommitError` if one of them is not planned, or not
     within the tokens that this commit adds."""
     planned = {} if request.checkpoints is None else request.checkpoints.planned

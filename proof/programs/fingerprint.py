@@ -75,20 +75,19 @@ def names_of(thing: Any) -> tuple[str, ...]:
     """The fields of an object, as a compiled class would have them, too."""
     kind: Any = type(thing)
     names, own = slots_of(kind), getattr(thing, "__dict__", None)
-    memos = MEMOS_OF.get(kind.__name__, frozenset())
-    return _sorted(tuple(name for name in (*names, *own) if name not in memos)) if own else names
+    return _without_memos(kind, (*names, *own)) if own else names
 
 
 @cache
 def slots_of(kind: Any) -> tuple[str, ...]:
     """The fields that a class declares."""
     found = {name for base in kind.__mro__ for layout in LAYOUTS for name in getattr(base, layout, ())}
-    return _sorted(tuple(found - {"__weakref__", "__dict__"}))
+    return _without_memos(kind, tuple(found - {"__weakref__", "__dict__"}))
 
 
 @cache
-def _sorted(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(sorted({*names} - MEMOS))
+def _without_memos(kind: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted({*names} - MEMOS - MEMOS_OF.get(kind.__name__, MEMOS)))
 
 
 def changes(before: dict[str, object], after: dict[str, object]) -> list[str]:
