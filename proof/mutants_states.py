@@ -217,7 +217,7 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         "            return arrival.start  # only the checkpoint at the planned end was loaded\n",
         "            return stop\n",
         "a load that lacks its checkpoint falls short",
-        test=ENGINE_PROGRAMS,
+        test="tests/core/test_engine_failed_loads.py::test_a_load_that_lacks_its_checkpoint_or_kv_counts_for_nothing",
     ),
     Mutant(
         "an engine's checkpoint is stored one unit late",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from engine_driving import EngineDriven, Seen, destinations, loaded, prompt
 
-from aoffload import HostCache, KVCacheGroup, OffloadConfig, RequestState, SlidingWindow
+from aoffload import HostCache, KVCacheGroup, OffloadConfig, RecurrentState, RequestState, SlidingWindow, Tier
 from aoffload.errors import ConfigError, InvalidArgument
 from aoffload.host_cache import LoadsPaused, LoadsResumed
 from aoffload.ledger import Completion, Event, LedgerRequest, Outcome, Prefix, Root, TransferPlan
@@ -55,6 +55,24 @@ def test_an_engine_that_tries_again_comes_to_an_end(outcome: Outcome) -> None:
         limit = request.retry_max_hit_tokens
         driven.release(request, "again")
     assert tried == [16, 12, 8, 4, 0]
+
+
+@pytest.mark.parametrize("is_lost", [lambda plan: plan.num_blocks == 3, lambda plan: plan.num_blocks == 1])
+def test_a_load_that_lacks_its_checkpoint_or_kv_counts_for_nothing(is_lost: Callable[[TransferPlan], bool]) -> None:
+    """With a recurrent state, an engine continues only from a checkpoint: the only one that was loaded lies after the
+    KV that is lost, or is lost itself."""
+    state = KVCacheGroup("state", RecurrentState(), block_size=4, num_rows=3)
+    driven = EngineDriven(max_job_bytes=1, groups=[KVCacheGroup("full", block_size=4), state])
+    request = driven.admit(A)
+    driven.memory[Tier.DEVICE] |= dict.fromkeys(range(1, 8), "computed")
+    driven.land(driven.offer(request, 16, [[1, 2, 3, 4], []], checkpoints={16: [5, 6, 7]}))
+    driven.release(request, "over")
+    request = driven.admit(A)
+    plans = driven.launch(driven.load(request, [[11, 12, 13, 14], []], into_checkpoint=[15, 16, 17]))
+    lost = [plan for plan in plans if is_lost(plan)][-1]
+    driven.land([plan for plan in plans if plan is not lost])
+    driven.end(lost, Outcome.FAILED)
+    assert (request.state, request.num_computed_tokens, request.num_lost_tokens) == (S.RUNNING, 0, 16)
 
 
 def test_who_has_lost_nothing_has_no_limit() -> None:
