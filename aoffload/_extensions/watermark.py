@@ -60,13 +60,13 @@ class EvictionWatermark:
         return self.store(self.about_to_lose(self.offered), self.offered)
 
     def store(
-        self, runs: list[Run], wanted: Callable[[Run], int], most: int = NO_LIMIT, room: int = NO_LIMIT
+        self, runs: list[Run], wanted: Callable[[Run], int], most: int = NO_LIMIT, num_free: int = NO_LIMIT
     ) -> list[Job]:
         """Store the units of each of `runs` up to `wanted(run)`, at most `most` blocks. `runs` must be a list, and no
         iterator over the eviction order, because a store changes that order.
 
         The checkpoint of a run is stored first, because its KV is of no use without it. It is stored as a whole, also
-        if it has more blocks than are left of `most`, but not if it has more than are left of `room`."""
+        if it has more blocks than are left of `most`, but not if it has more than are left of `num_free`."""
         jobs: list[Job] = []
         for run in runs:
             if left_of(most, jobs) <= 0:
@@ -77,7 +77,7 @@ class EvictionWatermark:
                 pin = self.cache.lease(self.stores.source, run, starts, is_use=False)
                 if (recurrent := layout.recurrent) is not None and recurrent in self.components:
                     left = left_of(most, jobs)
-                    if recurrent.width <= left_of(room, jobs):
+                    if recurrent.width <= left_of(num_free, jobs):
                         left = max(left, recurrent.width)
                     jobs += self.stores.offer_checkpoints(None, run, run.start, stop, most=left)
                 for component in self.components:

@@ -30,7 +30,7 @@ BLOCK_SIZE = 16
 DEVICE_TOKENS = 8192
 HOST_TOKENS = 32_768
 CHECKPOINT_TOKENS = 1024
-"""The default pools have blocks for one checkpoint of a recurrent state per so many tokens."""
+"""Tokens of a default pool for which it also has the blocks of one checkpoint of a recurrent state."""
 
 
 @asynccontextmanager
