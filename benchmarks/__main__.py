@@ -23,7 +23,7 @@ BENCHMARKS = (
     "disk_replay", "disk_slow", "remote", "link_steps", "against_lmcache", "cuda_ceilings", "cuda_sweep",
     "cuda_loads", "cuda_copy", "cuda_interference", "cuda_ttft", "cuda_regions", "cuda_busy", "cuda_latency",
     "cuda_choice", "cuda_pinning", "cuda_overlap", "cuda_fitting", "cuda_stress", "lag", "switching", "growth",
-    "memory", "serving", "trace_page", "plan", "load_choice", "eviction", "states", "tenants",
+    "memory", "cost", "serving", "trace_page", "plan", "load_choice", "eviction", "states", "tenants",
 )  # fmt: skip
 """Modules of this package. Each has `run(vllm)`, which yields rows."""
 HEADING = ("what", "value", "unit", "10%-90%", "beside it", "value", "ratio", "wanted")

@@ -189,8 +189,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "a question keeps its request alive",
         CALLS,
-        "        wake = record.when_idle\n",
-        "        wake = self._wake\n",
+        "        wake = weak_wake(self)  # the ledger",
+        "        wake = self._wake  # the ledger",
         "nothing leaks: a request that was abandoned while it waited is noticed",
         test=f"{RUNTIME}test_an_abandoned_request_that_waits_for_another_is_noticed",
     ),

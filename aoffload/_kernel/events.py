@@ -40,8 +40,9 @@ class Event:
 class Observer(Protocol):
     """Receives events in the thread of the ledger, except for `CompletionDelivered`. It must not block.
 
-    An observer may have an attribute `ignored_events`, a collection of event classes. If `RequestMoved` is one of them,
-    the ledger makes no events of that class. Other classes have no effect there, because their events are rare."""
+    An observer may have a method `wants_move(kind, state)`. The ledger calls it before each move, with the class of the
+    event (`RequestMoved` or `JobMoved`) and the new state, and makes no event if it returns False. An observer without
+    the method gets all events."""
 
     def observe(self, event: Event, /) -> object: ...
 

@@ -316,11 +316,13 @@ class CoreLedger(CacheBase):
         ledger knows the numbers as long as every forward runs in a `step`. After a commit of tokens that no step has
         computed, the result is always 0.
         """
-        number = 0
-        for plan in as_tuple("plans", plans, "TransferPlan"):
-            if check_type("plans", plan, TransferPlan).destination is not Tier.DEVICE:
+        number, last_uses = 0, self.cache.last_uses
+        for plan in plans if type(plans) is tuple else as_tuple("plans", plans, "TransferPlan"):
+            if type(plan) is not TransferPlan:
+                check_type("plans", plan, TransferPlan)
+            if plan.destination is not Tier.DEVICE:
                 continue
-            latest = self.cache.last_uses.latest(plan.destination_ids)
+            latest = last_uses.latest(plan.destination_ids) if last_uses.are_covered else 0
             if not latest:
                 return 0
             number = max(number, latest)

@@ -23,13 +23,21 @@ class Moves:
     """The clock for the ages of states. None: ages are not measured."""
     unreported: deque[Event] = field(default_factory=deque, init=False)
     """Events that are not reported yet. Each call of the ledger reports them when its change is complete."""
-    tells_requests: bool = field(init=False)
-    """Whether the observer wants `RequestMoved`."""
+    _wants_move: Any = field(init=False)
+    """The method `wants_move` of the observer; None: it has none, and wants all moves."""
     _is_reporting: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        ignored = getattr(self.observer, "ignored_events", ())
-        self.tells_requests = self.observer is not None and RequestMoved not in ignored
+        self._wants_move = getattr(self.observer, "wants_move", None)
+
+    def _is_wanted(self, kind: type[Event], state: State) -> bool:
+        """Whether the observer wants an event of a move to `state`."""
+        if self.observer is None or self._wants_move is None:
+            return self.observer is not None
+        try:
+            return bool(self._wants_move(kind, state))
+        except BaseException:  # noqa: BLE001 - as for `observe`: the caller of the ledger has to get its answer
+            return True
 
     def request(self, request: LedgerRequest, state: RequestState) -> None:
         old = request.state
@@ -38,7 +46,7 @@ class Moves:
         if self.clock is not None:
             request.since_s = self.clock()
         request.state = state
-        if self.tells_requests:
+        if self._is_wanted(RequestMoved, state):
             num_blocks = request.num_blocks if state is RequestState.ALLOCATED else 0
             computed, lost = request.num_computed_tokens, request.num_lost_tokens
             moved = RequestMoved(request, old, state, request.reason, request.match, num_blocks, computed, lost)
@@ -51,7 +59,7 @@ class Moves:
         if self.clock is not None:
             job.since_s = self.clock()
         job.state = state
-        if self.observer is not None:
+        if self._is_wanted(JobMoved, state):
             self.unreported.append(JobMoved(job, old, state, reason))
 
     def other(self, entity: Stateful, state: State, moves: Mapping[State, frozenset[State]]) -> Any:
@@ -87,10 +95,11 @@ class Moves:
         complete, before it wakes waiters.
 
         An observer may call the ledger. The events of such a call are reported after the earlier ones."""
-        if self._is_reporting or self.observer is None:
+        unreported, observer = self.unreported, self.observer
+        if not unreported or observer is None or self._is_reporting:
             return
         self._is_reporting = True
-        unreported, observe = self.unreported, self.observer.observe
+        observe = observer.observe
         while unreported:
             try:  # noqa: SIM105 - `suppress` would cost as much as an observer
                 observe(unreported.popleft())

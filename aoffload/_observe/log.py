@@ -322,6 +322,14 @@ class LedgerLog:
         self.num_lost_events = 0
         """Events lost because the logger raised."""
 
+    def wants_move(self, kind: type[Event], state: Any) -> bool:
+        """Whether a move to `state` would be written. See `Observer`."""
+        try:
+            return self._is_heard(_REQUEST_LEVELS[state] if kind is RequestMoved else _JOB_LEVELS[state])
+        except BaseException:  # noqa: BLE001 - as in `observe`
+            self.num_lost_events += 1
+            return False
+
     def observe(self, event: Event) -> None:
         """Write `event`, unless its level is filtered. Exceptions of the logger are counted."""
         kind = type(event)

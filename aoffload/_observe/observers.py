@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from inspect import iscoroutinefunction
+from typing import Any
 
 from .._common.arguments import check_has, shown
 from .._kernel.events import CompletionDelivered, Event, Observer
@@ -30,6 +31,18 @@ class Observers:
 
     def __repr__(self) -> str:
         return f"<Observers {', '.join(type(observer).__name__ for observer in self.observers)}>"
+
+    def wants_move(self, kind: type[Event], state: Any) -> bool:
+        """Whether one of the observers wants the event of a move to `state`. See `Observer`."""
+        for observer in self.observers:
+            wants_move = getattr(observer, "wants_move", None)
+            try:
+                if wants_move is None or wants_move(kind, state):
+                    return True
+            except BaseException:  # noqa: BLE001 - counted, as in `observe`
+                self.num_failures += 1
+                return True
+        return False
 
     def observe(self, event: Event) -> None:
         for observer in self.observers:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import anyio.lowlevel
+
 from .._common.arguments import shown
 from .._extensions.assembly import Ledger
 from .._extensions.overlap import Overlap
@@ -104,6 +106,9 @@ class LoadUnderWay:
                 continue
             if record.state is not RequestState.LOADING:  # a step or a grant ends the wait
                 await request._wait_for_blocks(record.waiter)
+                continue
+            if session.worker.settle_in_turn():  # a small copy was made by its launch: there is no event to wait for
+                await anyio.lowlevel.checkpoint()
                 continue
             is_late = await request._wait(session.config.load_timeout_s)
             if is_late and record.state is RequestState.LOADING:

@@ -19,8 +19,8 @@ until then its task may still use the blocks. There are three exceptions, in whi
 In addition to the scope, a deadline has a timer, because a scope reports nothing while its task waits for a thread.
 
 Several tasks may wait in one request. Each has an event in `_waiting`, and `_wake` sets all of them; then each task
-checks its own condition. The ledger gets only a weak reference to a request in which no task waits (`when_idle`), so
-the finaliser of an abandoned request runs and releases it.
+checks its own condition. What may call `_wake` late gets only a weak reference (`weak_wake`), so the finaliser of an
+abandoned request runs and releases it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .._tiers.fetch.loop import fetch
 from .._transfer.fences import Fence
 from ..errors import AoffloadError, OutOfBlocks, RequestAborted, RuntimeClosed, WrongState
 from .loading import EnginePendingLoad, PendingLoad
-from .session import AnyFace, Session
+from .session import AnyFace, Session, weak_wake
 
 AnyRecord = TypeVar("AnyRecord", bound=LedgerRequest)
 ENTERS = ("__aenter__", "enter_async_context")
@@ -113,6 +113,11 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
     and the next use of the request (or the method that is waiting) raises `RequestAborted`, which the block swallows.
     """
 
+    __slots__ = (
+        "__weakref__", "_aborted", "_cancel_reason", "_deadline", "_deadline_s", "_options", "_prefix", "_prompt",
+        "_record", "_request_id", "_runtime", "_scope", "_session", "_stop_timer", "_task_id", "_waiting",
+    )  # fmt: skip
+
     def __init__(
         self,
         session: Session[AnyFace],
@@ -140,8 +145,8 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
         self._aborted: RequestAborted | None = None
         """The error raised in a block without a scope."""
         self._stop_timer: Callable[[], object] | None = None
-        self._waiting: set[anyio.Event] = set()
-        """One event per task that waits in a method of this request."""
+        self._waiting: set[anyio.Event] | None = None
+        """One event per task that waits in a method of this request; None until a task waits."""
 
     def __repr__(self) -> str:
         return f"<Request {self.request_id!r} {self.state.name}>"
@@ -345,6 +350,8 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
         event, worker = anyio.Event(), self._session.worker
         if bound_s is not None:
             worker.set_alarm(event, bound_s)
+        if self._waiting is None:
+            self._waiting = set()
         self._waiting.add(event)
         try:
             await event.wait()
@@ -360,7 +367,7 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
 
     def _wake(self) -> None:
         """Make waiting tasks check again: a load is over, blocks were granted, or the request or the runtime ended."""
-        for event in self._waiting:
+        for event in self._waiting or ():
             event.set()
 
     def _left_s(self) -> float | None:
@@ -404,6 +411,8 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
 
 class Request(RequestBase[Ledger, LedgerRequest]):
     """Returned by `OffloadRuntime.request`: a request whose device blocks are those of the runtime."""
+
+    __slots__ = ()
 
     def _admit(self, prefix: Prefix) -> LedgerRequest:
         return self._session.ledger.admit(prefix, request_id=self._request_id, **self._options)
@@ -592,6 +601,7 @@ class Request(RequestBase[Ledger, LedgerRequest]):
         if record is None:
             raise self._why_not()
         while record.num_steps and not record.is_over:
+            record.when_idle = weak_wake(self)
             await self._wait()
         if record.reason == "runtime_closed":
             self._live()  # raises
@@ -636,6 +646,8 @@ def commit_all(
 class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
     """Returned by `HostCacheRuntime.request`: a request whose device blocks are the engine's."""
 
+    __slots__ = ()
+
     def _admit(self, prefix: Prefix) -> HostCacheRequest:
         return self._session.ledger.admit(prefix, request_id=self._request_id, **self._options)
 
@@ -663,8 +675,7 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
         """Match again before the load, because the engine's own prefix cache has the first `num_device_tokens` tokens
         now. The pins move if this number has changed."""
         record = self._live()
-        # Not `self._wake`: the ledger would keep an abandoned request alive for as long as it is PENDING.
-        wake = record.when_idle
+        wake = weak_wake(self)  # the ledger keeps it for as long as the request is PENDING
         self._session.ledger.match_again(record, num_device_tokens=num_device_tokens, wake=wake)
         try:
             self._matched(record)

@@ -297,8 +297,7 @@ class Session(Generic[AnyFace]):
 
     def enter(self, request: Entered, record: LedgerRequest) -> None:
         """Register `request`, whose record was admitted just now."""
-        self._entered[record.request_id] = reference = ref(request)
-        record.when_idle = partial(_wake, reference)
+        self._entered[record.request_id] = ref(request)
         if self.costs is None:
             return
         try:
@@ -425,6 +424,11 @@ class Session(Generic[AnyFace]):
 
 def _unknown(_: Sequence[TransferPlan]) -> int:
     return 0
+
+
+def weak_wake(request: Entered) -> Callable[[], None]:
+    """`request._wake` for those who may call it late: it does not keep an abandoned request alive."""
+    return partial(_wake, ref(request))
 
 
 def _wake(reference: ref[Entered]) -> None:

@@ -224,6 +224,15 @@ class CopyWorker:
             self.after_settled()
         self._wake_by(self.copies.next_deadline)
 
+    def settle_in_turn(self) -> bool:
+        """Settle copies that their launch has made itself, before the loop's callback does. Returns whether there were
+        any."""
+        try:
+            return self.copies.settle_in_turn()
+        except Exception as error:  # noqa: BLE001 - as in `_wake`
+            self._fail(error)
+            return True
+
     def _notify_settled(self) -> None:
         if self._settled is not None:
             self._settled.set()

@@ -387,6 +387,25 @@ class CopyQueue:
         self.give_up_late()
 
     def settle_delivered(self) -> None:
+        """Settle delivered completions, and begin the next turn: `launch` may copy at once again."""
+        self._settle_inbox()
+        self._begin_turn()
+        for link in self._links.values():
+            link.step_ended()
+        self._dispatch()
+        self.ended()
+
+    def settle_in_turn(self) -> bool:
+        """Settle what was delivered since the turn began, such as copies that `launch` has made itself. Returns whether
+        there was anything. The turn goes on, and with it the bounds on such copies."""
+        if not self._inbox:
+            return False
+        self._settle_inbox()
+        self._dispatch()
+        self.ended()
+        return True
+
+    def _settle_inbox(self) -> None:
         while self._inbox:
             completion = self._inbox.popleft()
             job = self.ledger.jobs.unsettled.get(completion.job_id)
@@ -409,11 +428,6 @@ class CopyQueue:
             self.regions.settle(completion)
             if completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN):
                 self._check_device()
-        self._begin_turn()
-        for link in self._links.values():
-            link.step_ended()
-        self._dispatch()
-        self.ended()
 
     def call_ledger(self, function: Callable[..., Any], *args: object) -> Any:
         """Call `function`, which calls the ledger. An exception is a bug in the ledger. It turns the cache off and

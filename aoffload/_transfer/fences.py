@@ -124,7 +124,7 @@ class StepFences:
                 if fence is None:
                     return None
                 fences.append(fence)
-        return OnlyAfter(fences)
+        return OnlyAfter(fences) if fences else ORDERED
 
     def _forget_passed(self) -> None:
         """Forget the oldest fences that have passed. The next fence replaces a fence that raises."""

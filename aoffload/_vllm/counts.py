@@ -10,6 +10,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from aoffload import Tier
 
@@ -21,7 +22,6 @@ from ..ledger import (
     JobMoved,
     JobState,
     Outcome,
-    RequestMoved,
     StoreSkipped,
     TransportRecovered,
     TransportStalled,
@@ -39,8 +39,6 @@ REPORT_S = 1.0
 class Counts:
     """An observer of the ledger's jobs and of the copy queue. It counts both."""
 
-    ignored_events = (RequestMoved,)
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.failure: BaseException | None = None
         """An error of the ledger that should never happen."""
@@ -50,6 +48,10 @@ class Counts:
         """Counts since the last `take`."""
         self.clock, self.due_at = clock, -math.inf
         """`due_at`: the time of the clock at which the counts have to be reported."""
+
+    def wants_move(self, kind: type[Event], state: Any) -> bool:
+        """Whether a move is counted: only the ends of jobs are."""
+        return kind is JobMoved and state is not JobState.LAUNCHED
 
     def observe(self, event: Event) -> None:
         match event:

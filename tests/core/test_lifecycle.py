@@ -102,9 +102,9 @@ def test_a_legal_move_happens(kind: str, old: State, new: State) -> None:
 
 
 def test_an_observer_may_ignore_the_moves_of_requests() -> None:
-    """The ledger makes no events for it then. Each other event still comes."""
+    """The ledger makes no events for it then (`wants_move`). Each other event still comes."""
     recorded = LeftStates()
-    recorded.ignored_events = (RequestMoved,)  # type: ignore[attr-defined]
+    recorded.wants_move = lambda kind, state: kind is not RequestMoved  # type: ignore[attr-defined]
     moves = Moves(recorded)
     for kind in ("request", "job"):
         old, new = next((old, new) for each, old, new in pairs(legal=True) if each == kind)

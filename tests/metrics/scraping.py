@@ -127,6 +127,7 @@ def registry_of(runtime: OffloadRuntime) -> CollectorRegistry:
     """Of a runtime that is open already."""
     moves, registry, metrics = runtime.ledger.moves, CollectorRegistry(), Metrics(runtime.env)
     moves.observer = Observers(moves.observer, metrics)  # type: ignore[arg-type]
+    moves.__post_init__()
     registry.register(MetricsCollector(runtime, metrics))
     return registry
 

@@ -18,7 +18,7 @@ from ..._common.prefix import Prefix
 from ..._kernel.records import LedgerRequest
 from ..._kernel.states import RequestState
 from ..._runtime.costs import fetch_bound_s
-from ..._runtime.session import Entered
+from ..._runtime.session import Entered, weak_wake
 from ..remote.loop import RemoteWork
 from .rules import first_tokens
 
@@ -129,7 +129,7 @@ class _Search:
             return 0
         labels = await remote.labels(prefix, after)
         answers: list[int] = []
-        wake = self.record.when_idle  # not `request._wake`, because a late answer would keep the request alive
+        wake = weak_wake(self.request)
 
         def answered(num_cells: int) -> None:
             answers.append(num_cells)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import attrs
 import numpy as np
 from numpy.typing import NDArray
@@ -110,7 +108,7 @@ class CpuBackend(RegionBackend):
             fence.synchronize()
 
     def copy(self, plan: TransferPlan) -> Fence:
-        watched = self._watched.pop(plan.job_id, None)
+        watched = self._watched.pop(plan.job_id, None) if self._watched else None
         if watched is not None:
             return self._copy_by_region(plan, watched)
         on_device, on_host = device_ids(plan), host_ids(plan)
@@ -136,12 +134,26 @@ class CpuBackend(RegionBackend):
             for part in stretches(on_host):
                 first = int(on_host[part.start])
                 extents.append(self._host[first : first + part.stop - part.start])
-        with nullcontext() if num_bytes < LEAST_TIMED_BYTES else waits.timing(len(extents) or 1):
-            if is_staged:
-                self._staging[direction].move(direction, on_device, on_host)
-            else:
-                move = self._mover.scatter if direction is Direction.LOAD else self._mover.gather
-                move(on_device, extents)
+        if num_bytes < LEAST_TIMED_BYTES:
+            self._move(direction, on_device, on_host, extents)
+        else:
+            with waits.timing(len(extents) or 1):
+                self._move(direction, on_device, on_host, extents)
+
+    def _move(
+        self,
+        direction: Direction,
+        on_device: NDArray[np.int64],
+        on_host: NDArray[np.int64],
+        extents: list[NDArray[np.uint8]],
+    ) -> None:
+        """Copy between `on_device` and `extents`. Without extents, copy through the buffer."""
+        if not extents:
+            self._staging[direction].move(direction, on_device, on_host)
+        elif direction is Direction.LOAD:
+            self._mover.scatter(on_device, extents)
+        else:
+            self._mover.gather(on_device, extents)
 
     def _copy_by_region(self, plan: TransferPlan, watched: RegionFences) -> Fence:
         """Copy the regions in the order in which a forward needs them."""

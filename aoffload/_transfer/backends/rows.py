@@ -258,6 +258,8 @@ class Rows:
     array: Elements
     strides: NDArray[np.int64]
     offsets: NDArray[np.int64]
+    are_blocks: bool
+    """Whether row `b` is block `b`, the whole of it."""
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], unit: int, row_bytes: int) -> Rows:
@@ -271,9 +273,12 @@ class Rows:
         strides = np.array([piece.stride_bytes // unit for piece, _ in parts], dtype=np.int64)
         offsets = np.array([(piece.address - lowest.address + at) // unit for piece, at in parts], dtype=np.int64)
         # A single stride if all are equal, so that indices take one call.
-        return cls(array, strides[:1] if (strides == strides[0]).all() else strides, offsets)
+        are_blocks = len(parts) == 1 and strides[0] == 1 and offsets[0] == 0
+        return cls(array, strides[:1] if (strides == strides[0]).all() else strides, offsets, bool(are_blocks))
 
     def indices(self, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self.are_blocks:
+            return block_ids
         return (block_ids[:, None] * self.strides + self.offsets).reshape(-1)
 
     def paired(self, block_ids: NDArray[np.int64], extents: Extents) -> list[tuple[NDArray[np.int64], Elements]]:
@@ -283,7 +288,7 @@ class Rows:
         pairs = []
         for extent in extents:
             stop = start + len(extent) * len(self.offsets)
-            pairs.append((indices[start:stop], extent.reshape(-1).view(element).reshape(-1, row_length)))
+            pairs.append((indices[start:stop], extent.view(element).reshape(-1, row_length)))
             start = stop
         return pairs
 
@@ -371,8 +376,11 @@ def gaps(ids: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 def stretches(ids: NDArray[np.int64]) -> list[slice]:
     """The maximal slices of consecutive ids."""
+    breaks = gaps(ids)
+    if len(ids) and not np.count_nonzero(breaks):  # the common case
+        return [slice(0, len(ids))]
     found, start = list[slice](), 0
-    for last in (*gaps(ids).nonzero()[0].tolist(), len(ids) - 1):
+    for last in (*breaks.nonzero()[0].tolist(), len(ids) - 1):
         if start <= last:
             found.append(slice(start, last + 1))
         start = last + 1
