@@ -280,20 +280,9 @@ class CacheBase:
             self.hooks.refuse_verb()
         unit = self.layout.unit_tokens
         sequence = self.new_sequence(check_type("prefix", prefix, Prefix), unit)
-        reads_cache, max_hit_tokens = options.get("reads_cache", True), options.get("max_hit_tokens")
-        store, max_store_tokens = options.get("store", StoreScope.ALL), options.get("max_store_tokens")
-        hit_alignment = options.get("hit_alignment", 1)
-        if reads_cache is not True:
-            check_bool("reads_cache", reads_cache)
-        limit = sequence.num_prompt_units if reads_cache else 0
-        if max_hit_tokens is not None:
-            limit = min(limit, check_int("max_hit_tokens", max_hit_tokens, 0) // unit)
-        alignment = 1
-        if type(hit_alignment) is not int or hit_alignment != 1:
-            alignment = math.lcm(unit, check_int("hit_alignment", hit_alignment, 1)) // unit
-        may_store = NO_LIMIT
-        if store is not StoreScope.ALL or max_store_tokens is not None:
-            may_store = store_limit(prefix, unit, store, max_store_tokens)
+        limit, alignment, may_store = sequence.num_prompt_units, 1, NO_LIMIT
+        if options:
+            limit, alignment, may_store = _limits(prefix, sequence, unit, options)
         return self._request_class(
             self.new_name(request_id), sequence, self.cache.epoch, self.num_admitted, limit, alignment,
             store_limit=may_store, ledger=self, evictions_before=self.cache.tiers[BELOW].num_evicted,
@@ -458,6 +447,27 @@ class CacheBase:
         """Stop reporting to `watcher`."""
         check_has("watcher", watcher, "BlockWatcher", "part_changed all_cleared")
         self.cache.unwatch(watcher)
+
+
+def _limits(
+    prefix: Prefix, sequence: TokenSequence, unit_tokens: int, options: RequestOptions
+) -> tuple[int, int, int]:
+    """The limits that `options` set, in units: of the hit, of its alignment, and of the stores."""
+    reads_cache, max_hit_tokens = options.get("reads_cache", True), options.get("max_hit_tokens")
+    store, max_store_tokens = options.get("store", StoreScope.ALL), options.get("max_store_tokens")
+    hit_alignment = options.get("hit_alignment", 1)
+    if reads_cache is not True:
+        check_bool("reads_cache", reads_cache)
+    limit = sequence.num_prompt_units if reads_cache else 0
+    if max_hit_tokens is not None:
+        limit = min(limit, check_int("max_hit_tokens", max_hit_tokens, 0) // unit_tokens)
+    alignment = 1
+    if type(hit_alignment) is not int or hit_alignment != 1:
+        alignment = math.lcm(unit_tokens, check_int("hit_alignment", hit_alignment, 1)) // unit_tokens
+    may_store = NO_LIMIT
+    if store is not StoreScope.ALL or max_store_tokens is not None:
+        may_store = store_limit(prefix, unit_tokens, store, max_store_tokens)
+    return limit, alignment, may_store
 
 
 def check_time(name: str, value: object) -> float:

@@ -77,8 +77,9 @@ class ComponentManager:
         place = self.places[blocks.tier]
         while current is not None and current.stop > start:
             part = current.parts[place]
-            part.num_references += 1
-            if part.num_references == 1 and part.blocks:
+            num_references = part.num_references
+            part.num_references = num_references + 1
+            if not num_references and part.blocks:
                 blocks.make_pinned(part)
             if is_use:
                 part.last_use = 0
@@ -91,8 +92,9 @@ class ComponentManager:
         place = self.places[blocks.tier]
         while current is not None and current.stop > start:
             part = current.parts[place]
-            part.num_references -= 1
-            if not part.num_references:
+            num_references = part.num_references - 1
+            part.num_references = num_references
+            if not num_references:
                 unpinned.append(current)
                 blocks.make_unpinned(part)
             current = current.before
@@ -138,8 +140,12 @@ class ComponentManager:
         current: Run | None = run
         while current is not None and (current.stop > start or goes_on):
             part, other = current.parts[here], current.parts[there]
-            held_first, held_stop = covered(other)
-            first, last = part.first if self.is_prefix else max(start, part.first), min(stop, part.stop)
+            held_first, held_stop = (other.first, other.stop) if other.incoming is None else covered(other)
+            first, last = part.first, part.stop
+            if first < start and not self.is_prefix:
+                first = start
+            if last > stop:
+                last = stop
             if first < last and not held_first <= first < last <= held_stop:
                 units = outside(held_first, held_stop, first, last)
                 found += [(current, one.start, one.stop) for one in reversed(units)]
@@ -178,7 +184,10 @@ class PrefixCache:
         self.tiers = tiers
         places = range(len(tiers) * len(layout.components))
         self.managers = tuple(
-            [ComponentManager(each, not each.number, places[each.number * len(tiers) :]) for each in layout.components]
+            [
+                ComponentManager(each, not each.number, tuple(places[each.number * len(tiers) :]))
+                for each in layout.components
+            ]
         )
         """One per component."""
         self._windows_first = (*self.managers[1:], self.managers[0])
@@ -373,27 +382,31 @@ class PrefixCache:
         meanwhile return to their old place in the eviction order. Stores lease their sources so, because lazy stores
         would reverse the order otherwise."""
         if starts is None:
-            starts = self.layout.starts(run.stop)
+            pinned = self.layout.starts(run.stop)
             if self.layout.recurrent is not None:
-                starts[-1] = run.start  # its checkpoint is the last unit of `run`: split nothing off for it
-        blocks, lease = self.tiers[tier], Lease(tier, run, [*starts])
-        for manager, start in zip(self.managers, lease.starts, strict=True):
-            if start < run.stop:
+                pinned[-1] = run.start  # its checkpoint is the last unit of `run`: split nothing off for it
+        else:
+            pinned = [*starts]
+        blocks, stop = self.tiers[tier], run.stop
+        for number, manager in enumerate(self.managers):
+            start = pinned[number]
+            if start < stop:
                 if start:
                     self.split_path(run, start)
                 manager.pin(blocks, run, start, is_use)
-        return lease
+        return Lease(tier, run, pinned)
 
     def release(self, lease: Lease) -> None:
         """End a lease. Blocks that no other lease pins become evictable, the tail of the path first."""
         if lease.released:
             raise LeaseError(f"{lease.tier.name} lease on {lease.run} released twice")
         lease.released = True
-        blocks, unpinned = self.tiers[lease.tier], list[Run]()
+        blocks, run, starts = self.tiers[lease.tier], lease.run, lease.starts
+        unpinned: list[Run] = []
         for manager in self._windows_first:  # full attention is the last: it unpins the whole path, which is merged
-            start = lease.starts[manager.component.number]
-            if start < lease.run.stop:
-                unpinned = manager.unpin(blocks, lease.run, start)
+            start = starts[manager.component.number]
+            if start < run.stop:
+                unpinned = manager.unpin(blocks, run, start)
         for left in self.merge(unpinned) if len(unpinned) > 1 else unpinned:
             self.tidy(left)
 
@@ -401,7 +414,8 @@ class PrefixCache:
         """Move the end of `lease` forward or back to `run`, which is on the same path."""
         if lease.run is run:
             return
-        blocks, old, unpinned = self.tiers[lease.tier], lease.run, list[Run]()
+        blocks, old = self.tiers[lease.tier], lease.run
+        unpinned: list[Run] = []
         for manager in self._windows_first:
             start = lease.starts[manager.component.number]
             if run.stop > old.stop:
@@ -491,14 +505,17 @@ class PrefixCache:
         """Take `num_blocks` blocks of `tier`. If too few are free, evict the tails of the oldest parts. The caller has
         checked `num_available`."""
         blocks = self.tiers[tier]
-        while (short := num_blocks - blocks.pool.num_free) > 0:
+        pool = blocks.pool
+        while (short := num_blocks - pool.num_free) > 0:
             part = blocks.order.oldest()
             assert part is not None, "more blocks than `num_available`"
-            num_units = min(-(-short // part.width), part.stop - part.first)
+            num_units, width = part.stop - part.first, part.width
+            if num_units * width > short:  # its tail is enough
+                num_units = -(-short // width)
             blocks.trim(part, num_units)
-            blocks.num_evicted += num_units * part.width
+            blocks.num_evicted += num_units * width
             self.tidy(part.run)
-        return blocks.pool.take(num_blocks)
+        return pool.take(num_blocks)
 
     def give(self, tier: Tier, block_ids: array[int]) -> None:
         if block_ids:

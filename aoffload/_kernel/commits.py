@@ -196,14 +196,14 @@ class Commits:
             if ask(lease.run, stop):
                 jobs = self._partial_stores(request, lease.run, first, stop, is_last) if layout.partial else []
                 return tuple([job.plan for job in jobs])
-        host = self.cache.tiers[self.stores.destination]
-        if first and host.num_evicted != request.evictions_before and not is_last:
-            source, destination = self.stores.source, self.stores.destination
-            if self.cache.managers[0].lacking(lease.run, source, destination, first, first):  # a unit before `first`
+        missing = self.stores.missing(lease.run, layout.full, first, stop)
+        if missing and first and not is_last:
+            has_evicted = self.cache.tiers[self.stores.destination].num_evicted != request.evictions_before
+            if has_evicted and any([start < first for _, start, _ in missing]):
                 if first < stop:
                     self.moves.note(StoreSkipped(request, (stop - first) * layout.full.width, "evicted"))
                 return ()
-        jobs = self.stores.offer(request, lease.run, layout.full, first, stop)
+        jobs = self.stores.store_missing(request, layout.full, missing) if missing else []
         if layout.partial:
             jobs += self._partial_stores(request, lease.run, first, stop, is_last)
         return tuple([job.plan for job in jobs]) if jobs else ()

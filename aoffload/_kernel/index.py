@@ -50,8 +50,11 @@ class RunIndex:
 
     def find(self, sequence: TokenSequence, before: Run | None, position: int) -> Run | None:
         """The child of `before`, which ends at unit `position`, whose first unit has the tokens of `sequence`."""
-        hasher = sequence.root.hasher if before is None else before.hash_after
-        return self.runs.get(sequence.key_at(hasher, position))
+        key = sequence.keys.get(position)
+        if key is None:
+            hasher = sequence.root.hasher if before is None else before.hash_after
+            key = sequence.keys[position] = sequence.key_at(hasher, position)
+        return self.runs.get(key)
 
     def walk(self, sequence: TokenSequence, limit: int) -> Iterator[tuple[Run, int]]:
         """Each run on the path of `sequence` up to unit `limit`, with the unit up to which both agree."""
@@ -72,7 +75,7 @@ class RunIndex:
     def insert(self, sequence: TokenSequence, before: Run | None, start: int, stop: int, key: bytes = b"") -> Run:
         """Insert a run after `before`. The caller has checked that there is none yet; `key`: its key, if known."""
         hasher = sequence.root.hasher if before is None else before.hash_after
-        key = key or sequence.key_at(hasher, start)
+        key = key or sequence.keys.get(start) or sequence.key_at(hasher, start)
         tokens, spans, root = sequence.shared_stretch(start, stop), sequence.spans_at(start), sequence.root
         run = Run(key, before, start, stop, tokens, spans, hasher, self.epoch, root, len(self.tiers))
         run._hash_after = sequence.hasher_at(stop)
@@ -467,17 +470,30 @@ def _full_path(
     device_stop = stop = 0
     path: list[Run] = []
     has_full = layout.full.width > 0
-    for run, agreed in index.walk(sequence, limit):
+    position = 0
+    before: Run | None = None
+    while position < limit:  # `RunIndex.walk`, without a generator
+        run = index.find(sequence, before, position)
+        if run is None:
+            break
+        agreed = sequence.common_stop(run, limit)
+        if agreed == run.start:
+            break
         path.append(run)
         stop = agreed
         if has_full:
             reached = run.parts[BELOW].stop
             if device_stop == run.start:
-                device_stop = min(run.parts[Tier.DEVICE].stop, agreed)
-                reached = max(reached, device_stop)
-            stop = min(reached, agreed)
+                device_stop = run.parts[Tier.DEVICE].stop
+                if device_stop > agreed:
+                    device_stop = agreed
+                if device_stop > reached:
+                    reached = device_stop
+            if reached < agreed:
+                stop = reached
         elif device_stop == run.start:
             device_stop = agreed
         if stop < run.stop:
             break
+        position, before = stop, run
     return tuple(path), device_stop, stop

@@ -122,22 +122,19 @@ class JobBook:
         for each plan, in place of those that `destination` makes. With `payloads`, each job ends at a multiple of the
         limit of units per job, or at `stop`."""
         jobs: list[Job] = []
-        cache, is_use = self.cache, destination < source
-        from_tier, to_tier, place = (
-            self.tiers[source],
-            self.tiers[destination],
-            run.place(destination, component.number),
-        )
-        if component.number and not to_tier.is_outside:
+        cache, is_use, number, width = self.cache, destination < source, component.number, component.width
+        from_tier, to_tier, place = self.tiers[source], self.tiers[destination], run.place(destination, number)
+        request_id = "" if request is None else request.request_id
+        if number and not to_tier.is_outside:
             self._make_adjoin(run, component, destination, start, stop)
-        most = (units_per_job or self.units_per_job)[component.number]
+        most = (units_per_job or self.units_per_job)[number]
         for begin in range(start - start % most if payloads else start, stop, most):
             first, last = max(begin, start), min(begin + most, stop)
-            at, end = (first - start) * component.width, (last - start) * component.width
+            at, end = (first - start) * width, (last - start) * width
             into = blocks if end - at == len(blocks) else blocks[at:end]
             pieces = stretches(run, first, last)
-            held = held_ids(run, source, component.number, first, last) if source_ids is None else source_ids[at:end]
-            if component.number and destination is Tier.DEVICE and 0 in into:
+            held = held_ids(run, source, number, first, last) if source_ids is None else source_ids[at:end]
+            if number and destination is Tier.DEVICE and 0 in into:
                 # The engine has no blocks before a window that begins inside its first unit.
                 held, into = array("i", compress(held, into)), array("i", filter(None, into))
             payload: object = None
@@ -163,19 +160,18 @@ class JobBook:
                 written = pin
             else:
                 written = cache.lease(destination, tail, starts)
-            request_id = "" if request is None else request.request_id
             now = 0.0 if self.moves.clock is None else self.moves.clock()
-            job = Job(plan, tail, first, last, cache.epoch, component.number, read, written, request_id, now)
+            job = Job(plan, tail, first, last, cache.epoch, number, read, written, request_id, now)
             if written is not None:
                 # The predecessor is the last job under way to the same part or, if `job` begins its run, to the part of
                 # the run before. In a window component, a job for the front of a run may be planned after another job
                 # to the same part, which then is its predecessor.
                 before: Run | None = head
-                if first == head.start and (not component.number or head.parts[place].incoming is None):
+                if first == head.start and (not number or head.parts[place].incoming is None):
                     before = head.before
-                job.predecessor = None if before is None else before.parts[place].incoming
-                if job.predecessor is not None:
-                    job.predecessor.followers.append(job)
+                if before is not None and (predecessor := before.parts[place].incoming) is not None:
+                    job.predecessor = predecessor
+                    predecessor.followers.append(job)
                 for each, _, _ in pieces:
                     each.parts[place].incoming = job
             self.unsettled[plan.job_id] = job
@@ -422,11 +418,21 @@ class Stores:
         """Store the units `[start, stop)` of the path of `run` that `source` holds and `destination` lacks; in full
         attention also those before `start`, as far as units are missing. At most `most` blocks. `request` is None for a
         write-back."""
+        missing = self.missing(run, component, start, stop)
+        return self.store_missing(request, component, missing, most) if missing else []
+
+    def missing(self, run: Run, component: Component, start: int, stop: int) -> list[Stretch]:
+        """The units that `offer` would store, last first; none if `destination` has no blocks at all."""
         if not self.cache.tiers[self.destination].pool.num_blocks or not component.width:
             return []
+        return self.cache.managers[component.number].lacking(run, self.source, self.destination, start, stop)
+
+    def store_missing(
+        self, request: LedgerRequest | None, component: Component, missing: list[Stretch], most: int = NO_LIMIT
+    ) -> list[Job]:
+        """Store the units that `missing` has returned, at most `most` blocks."""
         jobs: list[Job] = []
-        missing = self.cache.managers[component.number].lacking(run, self.source, self.destination, start, stop)
-        for pieces in _contiguous(missing) if missing else ():
+        for pieces in _contiguous(missing):
             jobs += self.store(request, component, pieces, most=left_of(most, jobs))
         return jobs
 

@@ -192,7 +192,11 @@ class RequestLeases:
         is loaded. With a recurrent state, also the blocks of the checkpoint to load and of the planned ones."""
         layout, found = self.cache.layout, 0
         for component in layout.paged:
-            found += max(0, num_units - max(device_stop, component.first_unit(hit_stop))) * component.width
+            start = component.first_unit(hit_stop)
+            if start < device_stop:
+                start = device_stop
+            if start < num_units:
+                found += (num_units - start) * component.width
         if layout.recurrent is not None:
             width, num_planned = layout.recurrent.width, len(self.planned(request, hit_stop))
             if hit_stop > device_stop:
@@ -248,15 +252,15 @@ class RequestLeases:
         num_units = max(num_units, stop)  # a later match may have hit more units than the request wanted tables for
         tables: list[BlockTable] = []
         for component in self.cache.layout.paged:
-            start = component.first_unit(stop) if stop else 0
+            start, width = component.first_unit(stop) if stop else 0, component.width
             fresh_start = min(num_units, max(stop, component.first_unit(request.hit_stop)))
-            count = (num_units - fresh_start) * component.width
+            count = (num_units - fresh_start) * width
             ids = blocks[taken : taken + count]
             taken += count
             if fresh_start:
                 held = held_ids(request.device_run, Tier.DEVICE, component.number, start, stop)
-                ids = nulls(start * component.width) + held + nulls((fresh_start - stop) * component.width) + ids
-            tables.append(BlockTable(component.width, ids, start))
+                ids = nulls(start * width) + held + nulls((fresh_start - stop) * width) + ids
+            tables.append(BlockTable(width, ids, start))
         request.tables, request.num_units = tuple(tables), num_units
         request.num_computed_tokens = stop * self.cache.layout.unit_tokens
         if request.checkpoints is not None:

@@ -80,7 +80,8 @@ class Loads:
         units_per_job: Sequence[int] = (),
     ) -> tuple[TransferPlan, ...]:
         """Start loading the host hit onto the device; see `Ledger.plan_load`."""
-        require(request, "load", State.ALLOCATED, State.LOADING, State.DRAINING, State.REQUEUED, State.RUNNING)
+        if request.state is not State.ALLOCATED:  # the common case
+            require(request, "load", State.ALLOCATED, State.LOADING, State.DRAINING, State.REQUEUED, State.RUNNING)
         limit = NO_LIMIT
         if max_tokens is not None:
             limit = check_int("max_tokens", max_tokens, 0) // self.cache.layout.unit_tokens
@@ -150,14 +151,15 @@ class Loads:
         shared, on_its_way = self.on_its_way(path, start, stop)
         if layout.full.width:
             stop = present_stop(path, BELOW, on_its_way, stop)
-        stop = accepted(layout, path, stop, HIT_TIERS)
+        if layout.partial:
+            stop = accepted(layout, path, stop, HIT_TIERS)
         if stop <= start:
             return []
         before = request.device_run
         # The lease moves before the windows are filled, because filling may evict. It must evict neither blocks that
         # the load adopts, nor the present windows, which the request needs if the load fails.
         self.request_leases.lease_device_to(request, self.cache.cut(path[-1], stop))
-        if not self._fill_windows(request, stop):
+        if layout.windows and not self._fill_windows(request, stop):
             self.request_leases.lease_device_to(request, before)
             return []
         request.load = load = Load(stop, wake, conclude, request.ticket, units_per_job=units_per_job)
@@ -262,7 +264,7 @@ class Loads:
         """End the load of `request` with the tokens that are on the device: RUNNING. If the device hit is from before a
         reset, or if there are too few free blocks for the missing units: REQUEUED, or DRAINING while a step still uses
         the blocks."""
-        load, layout, start = request.load, self.cache.layout, request.published
+        load, layout, start, num_units = request.load, self.cache.layout, request.published, request.num_units
         assert load is not None
         run, is_current = request.device_run, request.epoch == self.cache.epoch
         if start and not is_current:
@@ -274,15 +276,18 @@ class Loads:
         ready = start  # after a reset, no unit counts: others may have published older KV on the same path
         if is_current and run is not None:
             ready = max(start, held_stop(layout, run.whole_path(), Tier.DEVICE, start, load.stop))
-        missing: list[int] = []
+        num_missing = 0
         for table, component in zip(request.tables, layout.paged, strict=True):
             first = max(start, component.first_unit(ready))
-            if table.width:
+            if table.width and start < ready:
                 if start < first:
                     self.cache.give(Tier.DEVICE, table.null(start, first))
                 ids = held_ids(run, Tier.DEVICE, component.number, first, ready)
-                self.cache.give(Tier.DEVICE, table.exchange(first, ids))
-            missing.append(table.num_null(ready, request.num_units))
+                if component.number:
+                    self.cache.give(Tier.DEVICE, table.exchange(first, ids))
+                else:  # null so far: these units were given back, or belong to jobs
+                    table.put(first, ids)
+            num_missing += table.num_null(ready, num_units)
         request.published = request.ready_stop = ready
         request.num_computed_tokens = ready * layout.unit_tokens
         for hook in self.hooks.on_load_over:
@@ -295,12 +300,13 @@ class Loads:
             request.checkpoints.resume = checkpoint_ids(self.cache, request, ready)
         if layout.windows:
             slide_windows(self.cache, request, after_load=True)
-        if any(missing) and sum(missing) > self.admission.num_available:
-            self._requeue(request, ready, load.wake)
-            return []
-        for table, number in zip(request.tables, missing, strict=True):
-            if number:
-                table.fill(ready, request.num_units, self.cache.take(Tier.DEVICE, number))
+        if num_missing:
+            if num_missing > self.admission.num_available:
+                self._requeue(request, ready, load.wake)
+                return []
+            for table in request.tables:
+                if number := table.num_null(ready, num_units):
+                    table.fill(ready, num_units, self.cache.take(Tier.DEVICE, number))
         if request.checkpoints is not None and ready < load.stop:
             self.request_leases.plan_again(request)
         request.load = None

@@ -32,8 +32,8 @@ class Moves:
 
     def _is_wanted(self, kind: type[Event], state: State) -> bool:
         """Whether the observer wants an event of a move to `state`."""
-        if self.observer is None or self._wants_move is None:
-            return self.observer is not None
+        if self._wants_move is None:
+            return True
         try:
             return bool(self._wants_move(kind, state))
         except BaseException:  # noqa: BLE001 - as for `observe`: the caller of the ledger has to get its answer
@@ -46,7 +46,7 @@ class Moves:
         if self.clock is not None:
             request.since_s = self.clock()
         request.state = state
-        if self._is_wanted(RequestMoved, state):
+        if self.observer is not None and self._is_wanted(RequestMoved, state):
             num_blocks = request.num_blocks if state is RequestState.ALLOCATED else 0
             computed, lost = request.num_computed_tokens, request.num_lost_tokens
             moved = RequestMoved(request, old, state, request.reason, request.match, num_blocks, computed, lost)
@@ -59,7 +59,7 @@ class Moves:
         if self.clock is not None:
             job.since_s = self.clock()
         job.state = state
-        if self._is_wanted(JobMoved, state):
+        if self.observer is not None and self._is_wanted(JobMoved, state):
             self.unreported.append(JobMoved(job, old, state, reason))
 
     def other(self, entity: Stateful, state: State, moves: Mapping[State, frozenset[State]]) -> Any:

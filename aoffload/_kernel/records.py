@@ -127,9 +127,12 @@ class Part:
 
     def enter(self, first: int, last: int, ids: array[int]) -> range:
         """Add the blocks of the units of `[first, last)` that the part lacks; the range must adjoin or overlap the
-        part. `ids` are the blocks of all units of the range. Returns the units that the part held already: the caller
-        keeps their ids."""
+        part. `ids` are the blocks of all units of the range; the part may keep the array. Returns the units that the part
+        held already: the caller keeps their ids."""
         if not self.blocks:
+            if len(ids) == (last - first) * self.width:  # the common case
+                self.first, self.stop, self.blocks = first, last, ids
+                return range(first, first)
             self.first = self.stop = first
         known = range(max(first, self.first), max(first, self.first, min(last, self.stop)))
         if first < self.first:
@@ -691,6 +694,8 @@ class LedgerRequest:
 
     def private_blocks(self) -> array[int]:
         """Ids of the blocks that only this request reads and frees."""
+        if len(self.tables) == 1 and self.checkpoints is None:  # the common case
+            return self.tables[0].private(self.published)
         found = array("i")
         for table in self.tables:
             found.extend(table.private(self.published))

@@ -45,7 +45,7 @@ class TokenSequence:
     """
 
     __slots__ = (
-        "_added", "_cuts", "_hashed", "_prompt", "_unit_bytes", "_unit_tokens", "num_prompt_tokens",
+        "_added", "_cuts", "_hashed", "_prompt", "_unit_bytes", "_unit_tokens", "keys", "num_prompt_tokens",
         "num_prompt_units", "num_tokens", "root", "spans",
     )  # fmt: skip
 
@@ -66,6 +66,8 @@ class TokenSequence:
             cuts = {cut for span in self.spans for cut in (span.start // unit_tokens, -(-span.stop // unit_tokens))}
             self._cuts = tuple(sorted(cuts))
         self._hashed: dict[int, Hasher] = {}
+        self.keys: dict[int, bytes] = {}
+        """Cache of `key_at`, by position. They depend only on the tokens, so each is computed once for a request."""
 
     @classmethod
     def of_path(cls, end: EndOfPath) -> TokenSequence:
@@ -134,6 +136,7 @@ class TokenSequence:
     def drop_after(self, num_tokens: int) -> None:
         """Drop appended tokens after the first `num_tokens`; never prompt tokens."""
         del self._added[max(0, num_tokens * TOKEN_BYTES - len(self._prompt)) :]
+        self.keys = {at: key for at, key in self.keys.items() if (at + 1) * self._unit_tokens <= num_tokens}
         self.num_tokens = (len(self._prompt) + len(self._added)) // TOKEN_BYTES
 
     def _bytes(self, start: int, stop: int) -> bytes:
@@ -168,7 +171,8 @@ class TokenSequence:
         """The digest of the prefix up to and including the unit at `position`; `hasher` covers the units before."""
         probe: Hasher = hasher.copy()
         at = position * self._unit_bytes
-        probe.update(self._bytes(at, at + self._unit_bytes))
+        end = at + self._unit_bytes
+        probe.update(self._prompt[at:end] if end <= len(self._prompt) else self._bytes(at, end))
         if self.spans:
             for span in self.spans_at(position):
                 probe.update(span.record())

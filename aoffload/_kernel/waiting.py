@@ -125,7 +125,8 @@ class Admission:
         return waiter
 
     def _units_to_allocate(self, request: LedgerRequest, num_tokens: object) -> int:
-        require(request, "allocate", State.PINNED)
+        if request.state is not State.PINNED:
+            require(request, "allocate", State.PINNED)
         if request.waiter is not None:
             raise waiting_error(request, "allocate")
         wanted = request.sequence.num_tokens if num_tokens is None else check_int("num_tokens", num_tokens, 1)
@@ -265,17 +266,20 @@ class Admission:
 
     def serve_queue(self, wakes: Iterable[Callable[[], object]] = ()) -> None:
         """Grant what can be granted, in order, then call the `wake` of each waiter that is over, then `wakes`."""
-        over: list[Waiter] = []
-        rest = chain(map(_wake_of, over), wakes)
-        try:
-            if self.queue.allocating or self.queue.extending:
-                self._serve(over)
+        if self.queue.allocating or self.queue.extending or wakes:
+            over: list[Waiter] = []
+            rest = chain(map(_wake_of, over), wakes)
+            try:
+                if self.queue.allocating or self.queue.extending:
+                    self._serve(over)
+                self.moves.report()
+                for wake in rest:  # after all decisions: `wake` may call the ledger
+                    wake()
+            except BaseException:
+                call_all(rest)
+                raise
+        else:  # the common case
             self.moves.report()
-            for wake in rest:  # after all decisions: `wake` may call the ledger
-                wake()
-        except BaseException:
-            call_all(rest)
-            raise
         if self.hooks.error is not None:
             self.hooks.fail()
 

@@ -118,7 +118,7 @@ class StepFences:
         self._forget_passed()
         if not 0 < number <= self._last:
             return None
-        fences = list[Fence]()
+        fences: list[Fence] = []
         for step, fence in self._pending:
             if step <= number:
                 if fence is None:

@@ -14,8 +14,9 @@ second thread is started only when a copy first has to be waited for.
 **Small copies.** Handing a job to a copy thread and back costs a few microseconds when the process is idle, and many
 times that while the event loop holds the interpreter lock. A small copy costs less than that. So `copy_now` copies in
 the thread that launches, if no earlier job of the lane is open. Its completion is delivered as usual and is settled in
-the next turn of the loop. Three bounds keep the loop responsive: the size of one copy, which is measured when the
-transport opens, and the bytes and the number of copies in one turn.
+the next turn of the loop. Two bounds keep the loop responsive: the size of one copy, which is measured when the
+transport opens, and the bytes copied in one turn. The number of copies has no bound, because handing over each of them
+would keep the loop busy for as long.
 
 The lanes of a transport share a `DeviceLoss`: once the device is lost, no lane starts a copy. If `verify` is set,
 stores record `BlockChecksums`, and loads compare them.
@@ -98,8 +99,6 @@ MOST_BYTES = 64 * 1024
 """Maximum bytes of a copy made at once, however long a hand-over to a thread takes on this machine."""
 TURN_BYTES = 512 * 1024
 """Maximum bytes copied at once in one turn of the event loop. Copying them takes some 50 microseconds."""
-TURN_COPIES = 128
-"""Maximum copies made at once in one turn, because each costs some 15 microseconds, however small it is."""
 NUM_ROUNDS = 15
 MOST_S = 0.005
 """Maximum time after which a round of the measurement begins, because handing over takes tens of milliseconds while

@@ -31,7 +31,7 @@ from .backends.base import CopyBackend, HasHostRows, RegionBackend
 from .backends.cpu import CpuBackend
 from .backends.cuda.backend import CudaBackend
 from .fences import Fence, OnlyAfter, RegionFences, WatchesRegions
-from .lane import TURN_BYTES, TURN_COPIES, BlockChecksums, CopyLane, DeviceLoss, LaneCounts, hand_over_bytes
+from .lane import TURN_BYTES, BlockChecksums, CopyLane, DeviceLoss, LaneCounts, hand_over_bytes
 from .region import KVRegion, regions_of
 from .shared_memory import map_checksums
 from .transport import (
@@ -90,9 +90,9 @@ class LocalTransport:
         self._turns = Turns()
         self._most_bytes_at_once = 0
         """Maximum bytes of a copy that `launch` makes itself. 0: it makes none."""
-        # Bytes and copies that `launch` may still make itself in this turn. Both are 0 until the first `begin_turn`,
-        # which only a caller calls that settles completions in turns.
-        self._left_bytes = self._left_copies = 0
+        # Bytes that `launch` may still copy itself in this turn. 0 until the first `begin_turn`, which only a caller
+        # calls that settles completions in turns.
+        self._left_bytes = 0
         self._deliver: Callable[[Completion], object]
         """Set by `open`."""
         self._loss = DeviceLoss()
@@ -236,9 +236,8 @@ class LocalTransport:
                 fences = (after, self.record_fence()) if link[1] is Tier.DEVICE else (after,)
             num_bytes = num_blocks * self.backend.block_bytes
             is_small = num_bytes <= self._most_bytes_at_once and num_bytes <= self._left_bytes
-            if is_small and self._left_copies > 0 and lane.copy_now(plan, fences, self._deliver):
+            if is_small and lane.copy_now(plan, fences, self._deliver):
                 self._left_bytes -= num_bytes
-                self._left_copies -= 1
                 return
         self._turns.begin()
         try:
@@ -253,7 +252,7 @@ class LocalTransport:
     def begin_turn(self) -> None:
         """Call this each time you have settled completions: `launch` may then again make small copies of CPU tensors
         itself, up to a bound. Do not call it if you settle completions inside `deliver`."""
-        self._left_bytes, self._left_copies = TURN_BYTES, TURN_COPIES
+        self._left_bytes = TURN_BYTES
 
     def give_up(self, job_id: int) -> None:
         """Called before the host blocks of a job may be reused. A store to the disk then records nothing, because its

@@ -17,8 +17,11 @@ __all__ = ["changes", "fingerprint", "names_of", "slots_of", "with_handles"]
 
 MEMOS = frozenset({"_hash_after", "_firsts", "_worths"})
 """Fields computed on demand from other fields: reading may fill them in."""
-MEMOS_OF = {"CheckpointOrder": frozenset({"_buckets", "_changed", "_checkpoints", "_split", "_tails"})}
-"""The same for one class: its worths are computed when the next part to evict is asked for."""
+MEMOS_OF = {
+    "CheckpointOrder": frozenset({"_buckets", "_changed", "_checkpoints", "_split", "_tails"}),
+    "TokenSequence": frozenset({"keys"}),
+}
+"""The same for single classes. The worths of the first are computed when the next part to evict is asked for."""
 PLAIN = (int, float, str, bytes, type(None))
 FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType, type)
 LAYOUTS = ("__slots__", "__mypyc_attrs__")

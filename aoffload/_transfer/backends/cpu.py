@@ -129,7 +129,7 @@ class CpuBackend(RegionBackend):
         waits, num_bytes = self._waits[direction], len(on_host) * self.block_bytes
         num_calls = 1 + int(np.count_nonzero(gaps(on_host))) if waits.have_begun else 0
         is_staged = num_bytes < num_calls * SHORT_CALL_BYTES
-        extents = list[NDArray[np.uint8]]()
+        extents: list[NDArray[np.uint8]] = []
         if not is_staged:
             for part in stretches(on_host):
                 first = int(on_host[part.start])

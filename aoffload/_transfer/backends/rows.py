@@ -379,7 +379,8 @@ def stretches(ids: NDArray[np.int64]) -> list[slice]:
     breaks = gaps(ids)
     if len(ids) and not np.count_nonzero(breaks):  # the common case
         return [slice(0, len(ids))]
-    found, start = list[slice](), 0
+    found: list[slice] = []
+    start = 0
     for last in (*breaks.nonzero()[0].tolist(), len(ids) - 1):
         if start <= last:
             found.append(slice(start, last + 1))
