@@ -144,8 +144,8 @@ CALL_SEQUENCE_MUTANTS = (
     Mutant(
         "windows not moved on where a load falls short under a step",
         LOADS,
-        "            slide_windows(self.cache, request, after_load=True)\n        if any(missing)",
-        "            pass\n        if any(missing)",
+        "            slide_windows(self.cache, request, after_load=True)\n        if num_missing:",
+        "            pass\n        if num_missing:",
         "a table names what its request leases",
         also=(
             Patch(

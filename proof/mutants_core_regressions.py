@@ -99,8 +99,8 @@ _OBSERVERS = (
     Mutant(
         "observer's BaseException keeps others from being told",
         "aoffload._observe.observers",
-        "except BaseException:",
-        "except Exception:",
+        "                observer.observe(event)\n            except BaseException:",
+        "                observer.observe(event)\n            except Exception:",
         _FOREIGN,
         test="tests/shell/test_observers_raise.py::test_nothing_of_an_observers_goes_through[asyncio-Own]",
     ),
@@ -123,8 +123,8 @@ _OBSERVERS = (
     Mutant(
         "events of an observer's own calls overtake those before",
         "aoffload._kernel.moves",
-        "        if self._is_reporting or self.observer is None:\n",
-        "        if self.observer is None:\n",
+        "        if not unreported or observer is None or self._is_reporting:\n",
+        "        if not unreported or observer is None:\n",
         _FOREIGN,
         test=f"{_MISBEHAVE}::test_events_of_an_observers_own_calls_come_after_those_before",
     ),

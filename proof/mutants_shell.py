@@ -104,8 +104,8 @@ _REQUEST = (
     Mutant(
         "only one task of a request woken",
         BLOCK,
-        "        for event in self._waiting:\n",
-        "        for event in tuple(self._waiting)[:1]:\n",
+        "        for event in self._waiting or ():\n",
+        "        for event in tuple(self._waiting or ())[:1]:\n",
         "no hang: whoever waits is woken",
         scenarios=("two_tasks",),
     ),

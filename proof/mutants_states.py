@@ -86,8 +86,8 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the checkpoint of a hit is not pinned",
         CACHE,
-        "starts[-1] = run.start  # its checkpoint",
-        "starts[-1] = run.stop  # its checkpoint",
+        "pinned[-1] = run.start  # its checkpoint",
+        "pinned[-1] = run.stop  # its checkpoint",
         "a checkpoint stays until its request has continued",
         test=TEST + "test_the_checkpoint_of_a_hit_is_pinned_until_the_request_has_computed",
     ),

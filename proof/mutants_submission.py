@@ -204,7 +204,7 @@ _AT_ONCE = (
     Mutant(
         "copies at once without a bound for a turn",
         LOCAL,
-        "                self._left_bytes -= num_bytes\n                self._left_copies -= 1\n",
+        "                self._left_bytes -= num_bytes\n",
         "",
         "the event loop goes on",
         test="tests/transfer/test_lane_threads.py::test_small_copies_are_made_at_once_within_the_bounds_of_a_turn",

@@ -280,8 +280,8 @@ _SHARING = (
     Mutant(
         "room for a failed load not looked at",
         LOADS,
-        "        if any(missing) and sum(missing) > self.admission.num_available:\n",
-        "        if any(missing) and sum(missing) > self.admission.capacity:\n",
+        "            if num_missing > self.admission.num_available:\n",
+        "            if num_missing > self.admission.capacity:\n",
         "a load can always give up: it queues again without room",
     ),
     Mutant(
@@ -305,8 +305,8 @@ _STORES = (
     Mutant(
         "store in flight offered again",
         "aoffload._kernel.cache",
-        "            held_first, held_stop = covered(other)\n",
-        "            held_first, held_stop = other.first, other.stop\n",
+        "if other.incoming is None else covered(other)\n",
+        "\n",
         "a range being stored isn't stored again (I3)",
     ),
     Mutant(

@@ -215,7 +215,7 @@ _WINDOWS = (
     Mutant(
         "window let go of under another reader",
         "aoffload._kernel.cache",
-        "            if not part.num_references:\n"
+        "            if not num_references:\n"
         "                unpinned.append(current)\n                blocks.make_unpinned(part)\n",
         "            unpinned.append(current)\n            blocks.make_unpinned(part)\n",
         "a block is free when everybody has let go",
@@ -248,8 +248,8 @@ _WINDOWS = (
     Mutant(
         "window stored from where its run begins",
         "aoffload._kernel.cache",
-        "max(start, part.first), min(stop, part.stop)",
-        "max(start, current.start), min(stop, part.stop)",
+        "            first, last = part.first, part.stop\n            if first < start",
+        "            first, last = part.first if self.is_prefix else current.start, part.stop\n            if first < start",
         "a store names only what is there",
         scenarios=("stale_window", "mixed_windows"),
     ),
@@ -435,7 +435,7 @@ _INSIDE_UNITS = (
     Mutant(
         "copies into the null block",
         "aoffload._kernel.jobs",
-        "if component.number and destination is Tier.DEVICE and 0 in into:",
+        "if number and destination is Tier.DEVICE and 0 in into:",
         "if False and 0 in into:",
         "nothing is copied into the null block",
         test="tests/core/test_engine_owned.py::test_a_window_that_begins_inside_a_unit_has_null_blocks_before_it",

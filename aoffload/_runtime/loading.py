@@ -32,6 +32,11 @@ _NOTHING: Mapping[str, Any] = {}
 class LoadUnderWay:
     """Base of `PendingLoad` and `EnginePendingLoad`."""
 
+    __slots__ = (
+        "__weakref__", "_first_invalid_token", "_has_fences", "_has_returned", "_into", "_jobs", "_load", "_max_tokens",
+        "_request",
+    )  # fmt: skip
+
     def __init__(
         self,
         request: Entered,
@@ -145,6 +150,8 @@ class EnginePendingLoad(LoadUnderWay):
     """A load under way, as `EngineRequest.load_nowait` returns it. `wait` may be cancelled and called again. A forward
     in a step of the engine's own may wait for its `regions` one by one."""
 
+    __slots__ = ()
+
 
 class PendingLoad(LoadUnderWay):
     """A load under way, as `Request.load_nowait` returns it. `wait` may be cancelled and called again.
@@ -164,6 +171,8 @@ class PendingLoad(LoadUnderWay):
     If a region raises `RegionNotLoaded`, nothing of that forward may be committed, however the load ends. `wait` counts
     `load_timeout_s`: if it is awaited in another task meanwhile, it ends the forward's waits for regions, too.
     """
+
+    __slots__ = ()
 
     def _is_told(self, record: LedgerRequest) -> None:
         overlap = self._request._session.ledger.find(Overlap)

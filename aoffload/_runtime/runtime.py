@@ -404,15 +404,19 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
 
     def _request(self, token_ids: TokenIds, request_id: str | None, options: dict[str, Any]) -> AnyRequest:
         """A request for the prompt `token_ids`. `options` are those of `request`, checked here."""
-        self._session.check_usable()
-        deadline_s = options.pop("deadline_s", None)
-        seconds = None if deadline_s is None else check_time("deadline_s", deadline_s)
-        if seconds is not None and seconds < 0:  # no error: the rest of a time-out may be negative
-            over = "is over before the request begins; None is no deadline"
-            warnings.warn(f"deadline_s: {shown(deadline_s)} {over}", UserWarning, stacklevel=3)
-        root = self._session.roots.of(options.pop("cache_salt", None), options.pop("adapter_key", None))
-        prompt = prompt_of(root, token_ids, options.pop("key_spans", ()))
-        request = self._request_class(self._session, prompt, request_id, seconds, options)
+        session = self._session
+        session.check_usable()
+        seconds, cache_salt, adapter_key, key_spans = None, None, None, ()
+        if options:
+            deadline_s = options.pop("deadline_s", None)
+            seconds = None if deadline_s is None else check_time("deadline_s", deadline_s)
+            if seconds is not None and seconds < 0:  # no error: the rest of a time-out may be negative
+                over = "is over before the request begins; None is no deadline"
+                warnings.warn(f"deadline_s: {shown(deadline_s)} {over}", UserWarning, stacklevel=3)
+            cache_salt, adapter_key = options.pop("cache_salt", None), options.pop("adapter_key", None)
+            key_spans = options.pop("key_spans", ())
+        prompt = prompt_of(session.roots.of(cache_salt, adapter_key), token_ids, key_spans)
+        request = self._request_class(session, prompt, request_id, seconds, options)
         request._runtime = self
         return request
 

@@ -460,8 +460,8 @@ class CopyQueue:
             self._report(WorkerFailed(error))
             due = math.inf
         for link in self._links.values():
-            if link.in_flight:
-                due = min(due, link.next_deadline)
+            if link.in_flight and link.next_deadline < due:
+                due = link.next_deadline
         return due
 
     def give_up_late(self) -> None:

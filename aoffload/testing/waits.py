@@ -73,7 +73,7 @@ class Waits:
         self._since = {}
         for request in tuple(self.runtime._session.requests.values()):
             assert isinstance(request, RequestBase)
-            for event in request._waiting:
+            for event in request._waiting or ():
                 if not event.is_set():
                     began_s = since.get(id(event), (event, self.now()))[1]
                     self._since[id(event)] = (event, began_s)
