@@ -249,7 +249,8 @@ _WINDOWS = (
         "window stored from where its run begins",
         "aoffload._kernel.cache",
         "            first, last = part.first, part.stop\n            if first < start",
-        "            first, last = part.first if self.is_prefix else current.start, part.stop\n            if first < start",
+        "            first, last = part.first if self.is_prefix else current.start, part.stop\n"
+        "            if first < start",
         "a store names only what is there",
         scenarios=("stale_window", "mixed_windows"),
     ),

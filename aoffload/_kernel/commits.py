@@ -170,7 +170,9 @@ class Commits:
 
     def wanted_stop(self, request: LedgerRequest) -> int:
         """The unit up to which the published blocks of `request` should be in the host."""
-        stop = min(request.published, request.store_limit)
+        stop = request.published
+        if stop > request.store_limit:
+            stop = request.store_limit
         for ask in self.hooks.ask_store_stop:
             stop = min(stop, ask(request))
         return stop

@@ -103,17 +103,18 @@ class Loads:
         if request.last_step:  # a step whose results were not committed: it may still write to blocks of the load
             for table in request.tables:
                 self.cache.last_uses.gave_up(request, table.ids)
-        is_current, conclude = request.epoch == self.cache.epoch, partial(self._conclude, request)
-        may_load = is_current and BELOW in request.leases
-        stop = min(request.hit_stop, request.num_units, limit) if may_load else 0
+        is_current, jobs, stop = request.epoch == self.cache.epoch, [], 0
+        if is_current and BELOW in request.leases:
+            stop = min(request.hit_stop, request.num_units, limit)
         for ask in self.hooks.ask_load_stop:
             stop = min(stop, ask(request, stop))
-        jobs = self.start(request, stop, wake, conclude, units_per_job) if stop > request.published else []
+        if stop > request.published:
+            jobs = self.start(request, stop, wake, partial(self._conclude, request), units_per_job)
         load = request.load
         if load is None and (has_holes(request) or (request.published and not is_current)):
             # A load without jobs, which `_conclude` ends below: that fills the holes in the window tables, or gives up
             # a device hit from before a reset.
-            request.load = load = Load(request.published, wake, conclude, request.ticket)
+            request.load = load = Load(request.published, wake, partial(self._conclude, request), request.ticket)
         if load is None:
             self.request_leases.end_host_lease(request)
             self.moves.request(request, State.RUNNING)
@@ -330,7 +331,10 @@ class Loads:
 
 def has_holes(request: LedgerRequest) -> bool:
     """Whether the window tables have holes: null entries that must get blocks if nothing is loaded."""
-    return any(table.num_null(max(request.published, table.start), request.num_units) for table in request.tables[1:])
+    windows = request.tables[1:]
+    return bool(windows) and any(
+        [table.num_null(max(request.published, table.start), request.num_units) for table in windows]
+    )
 
 
 def require_no_holes(request: LedgerRequest, call: str) -> None:

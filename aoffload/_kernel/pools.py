@@ -156,10 +156,19 @@ def extents(block_ids: array[int]) -> Sequence[tuple[int, int]]:
     """`block_ids` as half-open ranges of consecutive ids, in their order."""
     if not block_ids:
         return ()
-    if len(block_ids) < MIN_FOR_NUMPY and are_neighbours(block_ids):
-        return ((block_ids[0], block_ids[-1] + 1),)
-    seen = np.frombuffer(block_ids, np.int32)
     found: list[tuple[int, int]] = []
+    if len(block_ids) < MIN_FOR_NUMPY:
+        start = stop = block_ids[0]
+        if are_neighbours(block_ids):
+            return ((start, block_ids[-1] + 1),)
+        for block_id in block_ids:
+            if block_id != stop:
+                found.append((start, stop))
+                start = block_id
+            stop = block_id + 1
+        found.append((start, stop))
+        return found
+    seen = np.frombuffer(block_ids, np.int32)
     first = 0
     for last in (*np.flatnonzero(seen[1:] - seen[:-1] != 1).tolist(), len(block_ids) - 1):
         found.append((block_ids[first], block_ids[last] + 1))

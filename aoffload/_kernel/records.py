@@ -127,8 +127,8 @@ class Part:
 
     def enter(self, first: int, last: int, ids: array[int]) -> range:
         """Add the blocks of the units of `[first, last)` that the part lacks; the range must adjoin or overlap the
-        part. `ids` are the blocks of all units of the range; the part may keep the array. Returns the units that the part
-        held already: the caller keeps their ids."""
+        part. `ids` are the blocks of all units of the range; the part may keep the array. Returns the units that the
+        part held already: the caller keeps their ids."""
         if not self.blocks:
             if len(ids) == (last - first) * self.width:  # the common case
                 self.first, self.stop, self.blocks = first, last, ids

@@ -143,7 +143,8 @@ class Admission:
                 error = OutOfBlocks(missing, 0 if would_overtake else self.num_available, retryable=True)
             self.moves.note(ExtensionRefused(request, error.num_needed, error.num_available))
             raise error
-        self.request_leases.lengthen_tables(request, num_units, self.cache.take(Tier.DEVICE, missing))
+        if num_units > before:
+            self.request_leases.lengthen_tables(request, num_units, self.cache.take(Tier.DEVICE, missing))
         return self._extension(request, before)
 
     def queue_extension(
@@ -161,7 +162,8 @@ class Admission:
         return waiter
 
     def _units_to_extend(self, request: LedgerRequest, num_tokens: object) -> int:
-        require(request, "extend", State.ALLOCATED, State.RUNNING)
+        if request.state is not State.RUNNING:
+            require(request, "extend", State.ALLOCATED, State.RUNNING)
         if request.waiter is not None:
             raise waiting_error(request, "extend")
         return self.cache.layout.num_units(check_int("num_tokens", num_tokens, 1))
