@@ -186,6 +186,22 @@ _AT_ONCE = (
         test="tests/ledger/test_copy_queue.py::test_what_is_copied_at_once_is_settled_in_the_next_turn",
     ),
     Mutant(
+        "small load keeps the loop",
+        "aoffload._runtime.loading",
+        "                await anyio.lowlevel.checkpoint()\n",
+        "",
+        "the event loop goes on",
+        test="tests/shell/test_worker.py::test_a_small_load_gives_others_one_turn[asyncio]",
+    ),
+    Mutant(
+        "small load begins a turn for copies",
+        QUEUE,
+        "        self._settle_inbox()\n        self._dispatch()\n",
+        "        self._settle_inbox()\n        self._begin_turn()\n        self._dispatch()\n",
+        _TURN,
+        test="tests/ledger/test_copy_queue.py::test_what_is_copied_at_once_may_be_settled_in_its_turn",
+    ),
+    Mutant(
         "small copy overtakes the lane",
         LANE,
         "                if self._num_over != self._num_launched or not all(",

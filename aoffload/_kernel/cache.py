@@ -408,7 +408,8 @@ class PrefixCache:
             if start < run.stop:
                 unpinned = manager.unpin(blocks, run, start)
         for left in self.merge(unpinned) if len(unpinned) > 1 else unpinned:
-            self.tidy(left)
+            if left.parts[lease.tier].stop < left.stop:  # else there is nothing to tidy
+                self.tidy(left)
 
     def move_lease(self, lease: Lease, run: Run) -> None:
         """Move the end of `lease` forward or back to `run`, which is on the same path."""
@@ -426,7 +427,8 @@ class PrefixCache:
         lease.run = run
         lease.starts = [start if start < stop or start == NO_LIMIT else stop for start in lease.starts]
         for left in self.merge(unpinned) if len(unpinned) > 1 else unpinned:
-            self.tidy(left)
+            if left.parts[lease.tier].stop < left.stop:
+                self.tidy(left)
 
     def unpin_before(self, lease: Lease, component: Component, start: int) -> None:
         """Unpin the units of `component` before `start`. They stay cached until their blocks are needed."""
@@ -514,7 +516,9 @@ class PrefixCache:
                 num_units = -(-short // width)
             blocks.trim(part, num_units)
             blocks.num_evicted += num_units * width
-            self.tidy(part.run)
+            run = part.run
+            if (part.stop - run.start) * 2 <= run.stop - run.start:
+                self.tidy(run)
         return pool.take(num_blocks)
 
     def give(self, tier: Tier, block_ids: array[int]) -> None:

@@ -201,7 +201,7 @@ class Commits:
         missing = self.stores.missing(lease.run, layout.full, first, stop)
         if missing and first and not is_last:
             has_evicted = self.cache.tiers[self.stores.destination].num_evicted != request.evictions_before
-            if has_evicted and any([start < first for _, start, _ in missing]):
+            if has_evicted and any(start < first for _, start, _ in missing):
                 if first < stop:
                     self.moves.note(StoreSkipped(request, (stop - first) * layout.full.width, "evicted"))
                 return ()

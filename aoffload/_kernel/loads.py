@@ -333,7 +333,7 @@ def has_holes(request: LedgerRequest) -> bool:
     """Whether the window tables have holes: null entries that must get blocks if nothing is loaded."""
     windows = request.tables[1:]
     return bool(windows) and any(
-        [table.num_null(max(request.published, table.start), request.num_units) for table in windows]
+        table.num_null(max(request.published, table.start), request.num_units) for table in windows
     )
 
 

@@ -66,6 +66,11 @@ class FreeList:
         return iter(self._free)
 
 
+MAX_TRIES = 4
+"""Extents of the size class of a request that are examined, because some are smaller than the request, before a larger
+class is taken."""
+
+
 class ExtentPool:
     """Host blocks `[0, num_blocks)`, handed out in few contiguous extents: one copy call moves one extent.
 
@@ -86,15 +91,19 @@ class ExtentPool:
 
     def take(self, num_blocks: int) -> array[int]:
         assert 0 <= num_blocks <= self.num_free, "taken more than is free"
-        taken = array("i")
-        while len(taken) < num_blocks:
-            wanted = num_blocks - len(taken)
+        taken, wanted = array("i"), num_blocks
+        while wanted:
             start = self._find(wanted)
             stop = self._remove(start)
             if stop - start > wanted:
                 self._add(start + wanted, stop)
                 stop = start + wanted
-            taken.extend(id_range(start, stop))
+            wanted -= stop - start
+            ids = id_range(start, stop)
+            if taken:
+                taken.extend(ids)
+            else:
+                taken = ids
         return taken
 
     def give(self, block_ids: array[int]) -> None:
@@ -113,13 +122,17 @@ class ExtentPool:
 
     def _find(self, wanted: int) -> int:
         """The start of a free extent of at least `wanted` blocks; otherwise of one in the largest size class."""
-        exact = self._classes[wanted.bit_length()]
-        for start, _ in zip(exact, range(4), strict=False):  # its class may hold smaller ones: a few tries
+        classes, number, num_tries = self._classes, wanted.bit_length(), 0
+        exact = classes[number]
+        for start in exact:
             if self._stop_of[start] - start >= wanted:
                 return start
-        for larger in self._classes[wanted.bit_length() + 1 :]:
-            if larger:
-                return next(iter(larger))
+            num_tries += 1
+            if num_tries == MAX_TRIES:
+                break
+        for number in range(number + 1, len(classes)):
+            if classes[number]:
+                return next(iter(classes[number]))
         for start in exact:  # no larger class has one: search its class before handing out several extents
             if self._stop_of[start] - start >= wanted:
                 return start

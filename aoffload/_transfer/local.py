@@ -235,7 +235,7 @@ class LocalTransport:
                 # A load overwrites blocks that compute may still read, so it waits for all compute so far, too.
                 fences = (after, self.record_fence()) if link[1] is Tier.DEVICE else (after,)
             num_bytes = num_blocks * self.backend.block_bytes
-            is_small = num_bytes <= self._most_bytes_at_once and num_bytes <= self._left_bytes
+            is_small = 0 < num_bytes <= self._most_bytes_at_once and num_bytes <= self._left_bytes
             if is_small and lane.copy_now(plan, fences, self._deliver):
                 self._left_bytes -= num_bytes
                 return

@@ -435,6 +435,7 @@ CALLS: dict[str, Callable[[CopyQueue, Any], object]] = {
     "refuse": lambda queue, job: queue.refuse([job.plan]),
     "advance": lambda queue, _: queue.advance(),
     "settle_delivered": lambda queue, _: queue.settle_delivered(),
+    "settle_in_turn": lambda queue, _: queue.settle_in_turn(),
     "give_up_late": lambda queue, _: queue.give_up_late(),
     "give_up": lambda queue, job: queue.give_up([job.job_id], "mine"),
     "turn_off": lambda queue, _: queue.turn_off("mine"),
@@ -528,6 +529,17 @@ def test_what_is_copied_at_once_is_settled_in_the_next_turn() -> None:
     loop.queue.advance()
     assert not loop.ledger.jobs.unsettled
     assert copies.num_turns == 2, "one at the start, and one for each time that completions were settled"
+
+
+def test_what_is_copied_at_once_may_be_settled_in_its_turn() -> None:
+    """`settle_in_turn` settles it without a new turn, so the bounds on such copies stay, and launches what waits. It
+    says whether there was anything."""
+    loop, copies = at_once(max_jobs_in_flight=1)
+    assert not loop.queue.settle_in_turn()
+    loop.store(1)
+    assert loop.queue.settle_in_turn()
+    assert not loop.ledger.jobs.unsettled and not copies.num_settled_inside
+    assert copies.num_turns == 1, "the one at the start"
 
 
 def test_finished_copies_do_not_count_against_max_jobs() -> None:

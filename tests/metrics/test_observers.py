@@ -12,7 +12,7 @@ import pytest
 from scraping import BACKENDS, measured, prompt, serve
 
 from aoffload import InvalidArgument
-from aoffload.ledger import CompletionDelivered, Event, JobMoved, JobState, RequestMoved, WaitedForBlocks
+from aoffload.ledger import CompletionDelivered, Event, JobMoved, JobState, Observers, RequestMoved, WaitedForBlocks
 
 pytestmark = pytest.mark.anyio
 
@@ -46,6 +46,32 @@ class Broken:
 
     def observe(self, event: Event) -> None:
         raise OSError("a full disk")
+
+
+class Fails(Recorder):
+    """Raises when it is asked whether it wants a move."""
+
+    def wants_move(self, kind: type[Event], state: object) -> bool:
+        raise OSError("a full disk")
+
+
+class WantsNothing(Recorder):
+    def wants_move(self, kind: type[Event], state: object) -> bool:
+        return False
+
+
+async def test_observers_get_the_moves_that_one_of_them_wants() -> None:
+    """An observer alone gets no move that it does not want. Beside another one that wants all, or that cannot say, it
+    gets all."""
+    for others, is_wanted in (((), False), ((Recorder(),), True), ((Fails(),), True)):
+        quiet = WantsNothing()
+        async with measured(4, others=(quiet, *others)) as found:
+            moves = found.runtime.ledger.moves
+            moves.observer = Observers(quiet, *others)
+            moves.__post_init__()
+            await serve(found.runtime, prompt(1, 8))
+            await found.runtime.flush()
+        assert bool(quiet.moves) is bool(quiet.jobs) is is_wanted
 
 
 async def test_an_observer_is_told_of_moves_reports_and_waits() -> None:

@@ -983,3 +983,27 @@ async def test_what_is_committed_without_a_fence_is_not_stored() -> None:
         await engine.serve(A)
         await engine.runtime.flush()
         assert engine.runtime.statistics().host.num_cached
+
+
+@natively
+async def test_a_small_load_gives_others_one_turn() -> None:
+    """A load that its launch has copied itself waits for no event: its task gives other tasks one turn of the loop, and
+    goes on with the loaded tokens. Not on trio, where the order of tasks in a turn is random."""
+    turns_of_others: list[str] = []
+
+    async def other() -> None:
+        turns_of_others.append("one")
+        await anyio.lowlevel.checkpoint()
+        await anyio.lowlevel.checkpoint()
+        turns_of_others.append("three")
+
+    async with with_bytes(6) as engine, anyio.create_task_group() as group:
+        await on_the_host_only(engine, A)
+        async with engine.runtime.request(A) as request:
+            await request.allocate()
+            group.start_soon(other)
+            num_ready = await request.load()
+            assert num_ready == 8 and turns_of_others == ["one"]
+            assert request._waiting is None
+            engine.check(request, A, num_ready)
+    await anyio.lowlevel.checkpoint()

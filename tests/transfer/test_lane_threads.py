@@ -189,18 +189,6 @@ def test_small_copies_are_made_at_once_within_the_bounds_of_a_turn() -> None:
     assert small.transport.close(GUARD_S)
 
 
-def test_copies_in_a_turn_are_counted() -> None:
-    """Copies of a few bytes cost time, too: a turn makes 128 of them at once."""
-    small = Small()
-    small.transport.begin_turn()
-    at_once = 0
-    for _ in range(200):
-        small.store(1, 0)
-        at_once += small.is_at_once()
-    assert at_once == 128
-    assert small.transport.close(GUARD_S)
-
-
 def test_a_large_copy_is_made_by_a_thread() -> None:
     """A copy above 64 KiB goes to a thread, so that it does not block the event loop."""
     small = Small(block_bytes=65 * 1024)
