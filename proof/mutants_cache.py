@@ -79,8 +79,8 @@ _PINS = (
     Mutant(
         "device hit not pinned",
         PINS,
-        "= cache.lease(Tier.DEVICE, cache.cut(last, hit.device_stop))",
-        "= Lease(Tier.DEVICE, cache.cut(last, hit.device_stop))",
+        "= cache.lease(DEVICE, cache.cut(last, hit.device_stop))",
+        "= Lease(DEVICE, cache.cut(last, hit.device_stop))",
         "match and pin are one step, on the device (I2)",
         also=(Patch(PINS, *KNOWS_LEASES),),
     ),
@@ -117,8 +117,8 @@ _PINS = (
     Mutant(
         "request without its grant holds no room",
         OWNERS,
-        "return self.num_units > 0 or granted or Tier.DEVICE in self.leases",
-        "return granted or Tier.DEVICE in self.leases",
+        "return self.num_units > 0 or granted or DEVICE in self.leases",
+        "return granted or DEVICE in self.leases",
         "a waiting extend fails only if nobody else will let go",
         scenarios=("growing",),
     ),

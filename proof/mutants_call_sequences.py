@@ -102,7 +102,7 @@ CALL_SEQUENCE_MUTANTS = (
         "only who is pinned matched again",
         ADMISSION,
         "[request for request in requests if request.may_match_again]",
-        "[request for request in requests if request.state is State.PINNED]",
+        "[request for request in requests if request.state is PINNED]",
         "a grant that is not accepted yet holds without the hit that it was counted with",
         test="tests/core/test_transfers.py::test_a_grant_after_a_failed_load_is_for_what_is_still_found",
     ),

@@ -55,7 +55,7 @@ _RESETS = (
     Mutant(
         "load that is over is taken from under a step",
         "aoffload._kernel.loads",
-        "            and request.computing is not Computing.ITS_BLOCKS\n",
+        "            and request.computing is not COMPUTES_ITS_BLOCKS\n",
         "",
         _BETWEEN,
         test=f"{_RESET_TESTS}::test_a_load_that_is_over_and_of_which_nobody_was_told",

@@ -149,8 +149,8 @@ ENGINE_MUTANTS = (
     Mutant(
         "a load given up counts as whole",
         ENGINE,
-        "            if done is None or done.outcome is not Outcome.LANDED:\n",
-        "            if done is not None and done.outcome is not Outcome.LANDED:\n",
+        "            if done is None or done.outcome is not LANDED:\n",
+        "            if done is not None and done.outcome is not LANDED:\n",
         "of a load that nobody waits for any more only what has landed counts",
         test=f"{LOST}test_giving_up_a_load_leaves_its_blocks_to_the_copies",
     ),

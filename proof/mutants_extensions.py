@@ -126,7 +126,7 @@ EXTENSION_MUTANTS = (
     Mutant(
         "copies of a failed call stay queued",
         BASE,
-        "            if job.job_id in self.jobs.unsettled and job.state is JobState.QUEUED:\n",
+        "            if job.job_id in self.jobs.unsettled and job.state is JOB_QUEUED:\n",
         "            if False:\n",
         "a call that has raised leaves no copy that nobody launches",
         test=f"{TESTS}an_error_in_a_hook_names_it_and_harms_nobody",
@@ -142,7 +142,7 @@ EXTENSION_MUTANTS = (
     Mutant(
         "job that a hook names is discarded in any state",
         BASE,
-        "                if self.jobs.unsettled.get(job.job_id) is job and job.state is JobState.QUEUED:\n",
+        "                if self.jobs.unsettled.get(job.job_id) is job and job.state is JOB_QUEUED:\n",
         "                if job is not None:\n",
         "only a queued job is discarded",
         test=f"{TESTS}jobs_that_are_not_queued_are_not_discarded",

@@ -44,7 +44,7 @@ IN_FLIGHT_MUTANTS = (
     Mutant(
         "deferred block read while a load writes to it",
         OFFERS,
-        "        if not named.are_distinct or named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):\n",
+        "        if not named.are_distinct or named.shared_with(self.jobs.ids_being_written(DEVICE)):\n",
         "        if not named.are_distinct:\n",
         _DEFERRED,
         test=f"{_TESTS}a_block_that_a_copy_may_still_write_to_is_not_read",

@@ -61,8 +61,8 @@ OVERLAP_MUTANTS = (
     Mutant(
         "a failed load kept when its step is over",
         "aoffload._kernel.ledger",
-        "        elif request.state is State.DRAINING and",
-        "        elif request.state is State.LOADING and",
+        "        elif request.state is DRAINING and",
+        "        elif request.state is LOADING and",
         "no hang: who had to wait for its own forward goes on when that ends",
         scenarios=("early_starts",),
     ),

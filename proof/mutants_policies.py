@@ -96,8 +96,8 @@ POLICY_MUTANTS = (
     Mutant(
         "not to be stored, and stored",
         "aoffload._kernel.commits",
-        "        stop = min(request.published, request.store_limit)\n",
-        "        stop = request.published\n",
+        "        if stop > request.store_limit:\n            stop = request.store_limit\n",
+        "",
         "what a request does not want stored is not stored on its account",
     ),
     Mutant(

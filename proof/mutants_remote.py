@@ -151,8 +151,8 @@ _FETCHES = (
         OF_FETCHES + "a_cell_that_is_gone_ends_the_hit",
         "a corrupt cell forgotten in the wrong tier",
         JOBS,
-        "plan.direction is Direction.LOAD and job.source_lease is not None\n",
-        "plan.direction is Direction.LOAD\n",
+        "plan.direction is LOAD and job.source_lease is not None\n",
+        "plan.direction is LOAD\n",
         "a cell that does not verify is a miss",
     ),
 )
@@ -236,8 +236,8 @@ _STORES = (
         OF_STORES + "a_store_that_fails_quarantines_nothing",
         "a quarantine of nothing",
         JOBS,
-        "if outcome is Outcome.UNPROVEN and not TIERS[plan.destination].leaves_doubt:",
-        "if outcome is Outcome.UNPROVEN and not TIERS[plan.source].leaves_doubt:",
+        "if outcome is UNPROVEN and not TIERS[plan.destination].leaves_doubt:",
+        "if outcome is UNPROVEN and not TIERS[plan.source].leaves_doubt:",
         "a store without a destination quarantines nothing",
     ),
 )

@@ -238,8 +238,8 @@ REMOTE_STORE_MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "a late job is in doubt",
         "aoffload._transfer.copy_queue",
-        "return Outcome.UNPROVEN if is_doubtful else Outcome.FAILED",
-        "return Outcome.UNPROVEN",
+        "return UNPROVEN if is_doubtful else FAILED",
+        "return UNPROVEN",
         "a remote store never leaves host memory in doubt",
         f"{TRANSPORT}::test_a_hop_of_a_remote_store_is_never_in_doubt",
     ),

@@ -189,8 +189,8 @@ _WORKER = (
     Mutant(
         "launch error frees the destination",
         COPIES,
-        "self.deliver(Completion(job_id, Outcome.UNPROVEN, error=repr(error)))",
-        "self.deliver(Completion(job_id, Outcome.FAILED, error=repr(error)))",
+        "self.deliver(Completion(job_id, UNPROVEN, error=repr(error)))",
+        "self.deliver(Completion(job_id, FAILED, error=repr(error)))",
         "leak, don't corrupt: nobody knows what was started",
         scenarios=("second_try",),
     ),
@@ -320,7 +320,7 @@ _WORKER = (
     Mutant(
         "queued jobs kept behind a stalled transport",
         COPIES,
-        "        if link.late_outcome is Outcome.UNPROVEN:\n            self._discard_queued(link)\n",
+        "        if link.late_outcome is UNPROVEN:\n            self._discard_queued(link)\n",
         "",
         "a stalled transport makes misses, not queues",
     ),
@@ -399,7 +399,7 @@ _RUNTIME = (
     Mutant(
         "what a preempted step computed is published",
         COMMITS,
-        "        if request.computing is Computing.LOST_BLOCKS:\n",
+        "        if request.computing is COMPUTES_LOST_BLOCKS:\n",
         "        if False:\n",
         "KV that nobody wrote is never findable",
         scenarios=("resumed_by_another",),

@@ -37,18 +37,18 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a checkpoint one unit later",
         LEASES,
-        "return held_ids(request.device_run, Tier.DEVICE, cache.layout.recurrent.number, position - 1, position)",
-        "return held_ids(request.device_run, Tier.DEVICE, cache.layout.recurrent.number, position, position + 1)",
+        "return held_ids(request.device_run, DEVICE, cache.layout.recurrent.number, position - 1, position)",
+        "return held_ids(request.device_run, DEVICE, cache.layout.recurrent.number, position, position + 1)",
         "a hit continues from the state at its end",
         test=PROGRAMS,
     ),
     Mutant(
         "a checkpoint under the prefix of another prompt",
         LEASES,
-        "    checkpoints, lease, recurrent = request.checkpoints, request.leases[Tier.DEVICE], cache.layout.recurrent\n"
+        "    checkpoints, lease, recurrent = request.checkpoints, request.leases[DEVICE], cache.layout.recurrent\n"
         "    assert checkpoints is not None and recurrent is not None\n"
         "    run = next(run for run, _, _ in stretches(lease.run, position - 1, position))\n",
-        "    checkpoints, lease, recurrent = request.checkpoints, request.leases[Tier.DEVICE], cache.layout.recurrent\n"
+        "    checkpoints, lease, recurrent = request.checkpoints, request.leases[DEVICE], cache.layout.recurrent\n"
         "    assert checkpoints is not None and recurrent is not None\n"
         "    run = next(run for run, _, _ in stretches(lease.run, position - 1, position))\n"
         "    run = next((r for r in cache.index.runs.values() if r.start < position <= r.stop), run)\n",
@@ -68,7 +68,7 @@ STATE_MUTANTS: tuple[Mutant, ...] = (
         COMMITS,
         "            for position in written:\n                publish_checkpoint(self.cache, request, position)\n",
         "            pass\n"
-        "        if Tier.DEVICE in request.leases:\n"
+        "        if DEVICE in request.leases:\n"
         "            for position in written:\n"
         "                publish_checkpoint(self.cache, request, position)\n"
         "        if is_current:\n",

@@ -50,8 +50,8 @@ _OWNERSHIP = (
     Mutant(
         "source released at launch",
         JOBS,
-        "        self.moves.job(job, JobState.LAUNCHED)\n",
-        "        self.moves.job(job, JobState.LAUNCHED)\n"
+        "        self.moves.job(job, JOB_LAUNCHED)\n",
+        "        self.moves.job(job, JOB_LAUNCHED)\n"
         "        self.cache.release(job.source_lease)\n"
         "        job.source_lease = self.cache.lease(job.plan.destination, job.run)\n",
         "a source is released when the fence has passed, not before",
@@ -59,9 +59,9 @@ _OWNERSHIP = (
     Mutant(
         "load source released at launch",
         JOBS,
-        "        self.moves.job(job, JobState.LAUNCHED)\n",
-        "        self.moves.job(job, JobState.LAUNCHED)\n"
-        "        if job.plan.direction is Direction.LOAD:\n"
+        "        self.moves.job(job, JOB_LAUNCHED)\n",
+        "        self.moves.job(job, JOB_LAUNCHED)\n"
+        "        if job.plan.direction is LOAD:\n"
         "            self.cache.release(job.source_lease)\n"
         "            job.source_lease = self.cache.lease(job.plan.destination, job.run)\n",
         "host pins end when the load settles",
@@ -70,8 +70,8 @@ _OWNERSHIP = (
     Mutant(
         "published at launch",
         JOBS,
-        "        self.moves.job(job, JobState.LAUNCHED)\n",
-        "        self.moves.job(job, JobState.LAUNCHED)\n        self._land(job, job.stop, keep_ids=True)\n",
+        "        self.moves.job(job, JOB_LAUNCHED)\n",
+        "        self.moves.job(job, JOB_LAUNCHED)\n        self._land(job, job.stop, keep_ids=True)\n",
         "findable only when the bytes are proven there",
     ),
     Mutant(
@@ -93,7 +93,7 @@ _OWNERSHIP = (
     Mutant(
         "adopted blocks leak",
         LOADS,
-        "            self.cache.give(Tier.DEVICE, request.tables[component.number].null(start, stop))\n",
+        "            self.cache.give(DEVICE, request.tables[component.number].null(start, stop))\n",
         "            request.tables[component.number].null(start, stop)\n",
         "nothing leaks: blocks that others bring are given back",
     ),
@@ -118,14 +118,14 @@ _LANDING = (
     Mutant(
         "late proof ignored",
         JOBS,
-        "            if job is None and outcome is not Outcome.UNPROVEN and",
+        "            if job is None and outcome is not UNPROVEN and",
         "            if False and",
         "late proof ends a quarantine",
     ),
     Mutant(
         "doubt repeated ends a quarantine",
         JOBS,
-        "            if job is None and outcome is not Outcome.UNPROVEN and",
+        "            if job is None and outcome is not UNPROVEN and",
         "            if job is None and",
         "only proof ends a quarantine",
         scenarios=("late_room",),
@@ -148,15 +148,15 @@ _LANDING = (
     Mutant(
         "failed copy counts as landed",
         JOBS,
-        "if outcome is Outcome.LANDED else completion.num_landed // width",
-        "if outcome in (Outcome.LANDED, Outcome.FAILED) else completion.num_landed // width",
+        "if outcome is LANDED else completion.num_landed // width",
+        "if outcome in (LANDED, FAILED) else completion.num_landed // width",
         "loaded means proven",
     ),
     Mutant(
         "corrupt copy counts as landed",
         JOBS,
-        "if outcome is Outcome.LANDED else completion.num_landed // width",
-        "if outcome is not Outcome.FAILED else completion.num_landed // width",
+        "if outcome is LANDED else completion.num_landed // width",
+        "if outcome is not FAILED else completion.num_landed // width",
         "loaded means verified",
     ),
     Mutant(
@@ -179,7 +179,7 @@ _LANDING = (
         JOBS,
         "            if is_bad and job.run.epoch == self.cache.epoch:\n",
         "            is_proven = job.epoch == self.cache.epoch and job.destination_lease is not None\n"
-        "            if outcome in (Outcome.FAILED, Outcome.CORRUPT) and is_proven and plan.source is Tier.HOST:\n"
+        "            if outcome in (FAILED, CORRUPT) and is_proven and plan.source is BELOW:\n"
         "                bad = completion.corrupt or (completion.num_landed,)\n"
         "                completion = attrs.evolve(completion, corrupt=bad)\n",
         "a transient error forgets nothing",
@@ -235,24 +235,24 @@ _SHARING = (
     Mutant(
         "what is on its way counts as ready",
         LOADS,
-        "            ready = max(start, held_stop(layout, run.whole_path(), Tier.DEVICE, start, load.stop))",
-        "            there = held_stop(layout, run.whole_path(), Tier.DEVICE, start, load.stop)\n"
-        "            ready = max(start, jobs_bringing(stretches(run, start, load.stop), Tier.DEVICE, there)[1])",
+        "            ready = max(start, held_stop(layout, run.whole_path(), DEVICE, start, load.stop))",
+        "            there = held_stop(layout, run.whole_path(), DEVICE, start, load.stop)\n"
+        "            ready = max(start, jobs_bringing(stretches(run, start, load.stop), DEVICE, there)[1])",
         "loaded means landed",
     ),
     Mutant(
         "leader's cancellation discards a shared load",
         JOBS,
-        "            if not job.claims and job.state is JobState.QUEUED",
-        "            if job.state is JobState.QUEUED",
+        "            if not job.claims and job.state is JOB_QUEUED",
+        "            if job.state is JOB_QUEUED",
         "a load lives as long as one waiter does",
         scenarios=("shared_load",),
     ),
     Mutant(
         "load without a waiter not discarded",
         JOBS,
-        "            if not job.claims and job.state is JobState.QUEUED",
-        "            if job.claims and job.state is JobState.QUEUED",
+        "            if not job.claims and job.state is JOB_QUEUED",
+        "            if job.claims and job.state is JOB_QUEUED",
         "a queued load is discarded at zero waiters",
     ),
     Mutant(

@@ -73,7 +73,7 @@ _LINE = (
     Mutant(
         "refused without its match",
         ADMISSION,
-        "            if request.state is State.PINNED:\n"
+        "            if request.state is PINNED:\n"
         "                self.request_leases.match_again(request)\n            elif",
         "            if",
         "who was refused may try again with what is cached",
@@ -83,7 +83,7 @@ _LINE = (
         "withdrawn without its match",
         ADMISSION,
         "        self.leave(waiter)\n"
-        "        if request.state is State.PINNED:\n"
+        "        if request.state is PINNED:\n"
         "            self.request_leases.match_again(request)\n",
         "        self.leave(waiter)\n",
         "a cancelled allocate leaves PINNED and may be tried again",
@@ -92,7 +92,7 @@ _LINE = (
     Mutant(
         "unused grant kept",
         ADMISSION,
-        "            self.cache.give(Tier.DEVICE, waiter.granted)\n            waiter.granted = array",
+        "            self.cache.give(DEVICE, waiter.granted)\n            waiter.granted = array",
         "            waiter.granted = array",
         "a cancelled waiter returns an unused grant",
         scenarios=("retries",),
@@ -163,25 +163,25 @@ _LINE = (
         "room taken in part",
         ADMISSION,
         "                raise OutOfBlocks(missing, 0 if would_overtake",
-        "                self.cache.take(Tier.DEVICE, min(missing, self.num_available))\n"
+        "                self.cache.take(DEVICE, min(missing, self.num_available))\n"
         "                raise OutOfBlocks(missing, 0 if would_overtake",
         "all or nothing: refusing changes no count",
     ),
     Mutant(
         "host lease ends at allocation",
         ADMISSION,
-        "        self.request_leases.start_tables(request, num_units, self.cache.take(Tier.DEVICE, missing))\n",
-        "        self.request_leases.start_tables(request, num_units, self.cache.take(Tier.DEVICE, missing))\n"
+        "        self.request_leases.start_tables(request, num_units, self.cache.take(DEVICE, missing))\n",
+        "        self.request_leases.start_tables(request, num_units, self.cache.take(DEVICE, missing))\n"
         "        self.request_leases.end_host_lease(request)\n",
         "a hit that was matched is there to be loaded (I1)",
     ),
 )
 
 _GRANT = """\
-                    waiter.granted = self.cache.take(Tier.DEVICE, self.num_missing(request, waiter.num_units))
+                    waiter.granted = self.cache.take(DEVICE, self.num_missing(request, waiter.num_units))
 """
 _MORE = """\
-                waiter.granted = self.cache.take(Tier.DEVICE, missing)
+                waiter.granted = self.cache.take(DEVICE, missing)
 """
 
 _WAKING = (
@@ -212,8 +212,8 @@ _WAKING = (
     Mutant(
         "a store that arrived wrong takes its source away",
         "aoffload._kernel.jobs",
-        "is_bad = outcome is Outcome.CORRUPT and plan.direction is Direction.LOAD and",
-        "is_bad = outcome is Outcome.CORRUPT and",
+        "is_bad = outcome is CORRUPT and plan.direction is LOAD and",
+        "is_bad = outcome is CORRUPT and",
         "what requests read stays theirs, however a copy of it ends",
         test="tests/core/test_transfers.py::test_a_store_that_arrived_wrong_harms_nobody_who_reads_its_source",
     ),
@@ -279,8 +279,8 @@ _WAKING = (
     Mutant(
         "lost load tried again",
         "aoffload._kernel.leases",
-        "        if request.state is RequestState.REQUEUED:\n",
-        "        if request.state is RequestState.QUEUED:\n",
+        "        if request.state is REQUEUED:\n",
+        "        if request.reason == \"lost load\":\n",
         "a failed load is not retried for ever",
         programs=True,
     ),

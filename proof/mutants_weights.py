@@ -87,8 +87,8 @@ WEIGHTS_MUTANTS = (
     Mutant(
         "weights: a pinned request of a host cache goes on",
         HOST_CACHE,
-        "        return request.state is not State.MATCHED\n",
-        "        return request.state not in (State.MATCHED, State.PINNED)\n",
+        "        return request.state is not MATCHED\n",
+        "        return request.state not in (MATCHED, PINNED)\n",
         _NEVER,
         test=TESTS + "test_a_host_cache_finds_nothing_of_another_epoch",
     ),

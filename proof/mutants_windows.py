@@ -191,7 +191,7 @@ _WINDOWS = (
     Mutant(
         "window in the host counts as on the device",
         MATCHING,
-        "return Hit(accepted(layout, path, min(device_stop, stop), (Tier.DEVICE,)), stop, path, full_stop)",
+        "return Hit(accepted(layout, path, min(device_stop, stop), (DEVICE,)), stop, path, full_stop)",
         "return Hit(accepted(layout, path, min(device_stop, stop), HIT_TIERS), stop, path, full_stop)",
         "a device hit needs no load",
         scenarios=("mixed_windows",),
@@ -199,7 +199,7 @@ _WINDOWS = (
     Mutant(
         "private window blocks leak",
         WINDOWS,
-        "        cache.give(Tier.DEVICE, table.private(request.published, table.start, start))\n",
+        "        cache.give(DEVICE, table.private(request.published, table.start, start))\n",
         "",
         "nothing leaks: what has left a window is free",
         scenarios=("mixed_windows",),
@@ -232,7 +232,7 @@ _WINDOWS = (
     Mutant(
         "what the load would adopt is not pinned",
         PINS,
-        "                    request.reserve = cache.lease(Tier.DEVICE, last)\n",
+        "                    request.reserve = cache.lease(DEVICE, last)\n",
         "                    pass\n",
         "a hit that was matched stays until it is loaded",
         test="tests/core/test_components.py::test_what_a_load_would_adopt_stays",
@@ -436,7 +436,7 @@ _INSIDE_UNITS = (
     Mutant(
         "copies into the null block",
         "aoffload._kernel.jobs",
-        "if number and destination is Tier.DEVICE and 0 in into:",
+        "if number and destination is DEVICE and 0 in into:",
         "if False and 0 in into:",
         "nothing is copied into the null block",
         test="tests/core/test_engine_owned.py::test_a_window_that_begins_inside_a_unit_has_null_blocks_before_it",

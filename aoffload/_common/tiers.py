@@ -31,6 +31,15 @@ class Tier(enum.IntEnum):
     __hash__ = int.__hash__  # the default hashes the name each time, in Python
 
 
+DEVICE: Final = Tier.DEVICE
+HOST: Final = Tier.HOST
+DISK: Final = Tier.DISK
+CUSTOM: Final = Tier.CUSTOM
+REMOTE: Final = Tier.REMOTE
+# The members as constants, here and in `_kernel/states`: in Python 3.11 an attribute of an enum class takes 30 times as
+# long to read as a global name, and the kernel reads some hundred of them for each request.
+
+
 class TierRow(NamedTuple):
     """The facts about a tier that no configuration changes. `TierBlocks` and `EngineTier` say who evicts its blocks."""
 

@@ -23,7 +23,7 @@ from typing import Any, Unpack
 
 from .._common.arguments import check_bool, check_callable, check_int, check_text, check_type, shown
 from .._common.prefix import TOKEN_BYTES, Prefix, TokenIds, encode_tokens
-from .._common.tiers import BELOW, Tier
+from .._common.tiers import BELOW, DEVICE
 from .._config.config import OffloadConfig
 from .._extensions.assembly import AnyLedger, LedgerStatistics, built_in
 from .._extensions.load_choice import Loadable
@@ -37,8 +37,22 @@ from .._kernel.plans import PrefixMatch, RequestOptions, TransferPlan
 from .._kernel.pools import TierBlocks
 from .._kernel.protocols import EvictionOrder
 from .._kernel.records import Job, LedgerRequest, Load, Run, call_all, do_nothing
-from .._kernel.states import Computing, Direction, JobState, NoEpoch, Outcome, require
-from .._kernel.states import RequestState as State
+from .._kernel.states import (
+    ABORTED,
+    ALLOCATED,
+    COMPUTES_NOTHING,
+    DONE,
+    JOB_QUEUED,
+    LANDED,
+    LOADING,
+    MATCHED,
+    PINNED,
+    RUNNING,
+    UNPROVEN,
+    Direction,
+    NoEpoch,
+    require,
+)
 from ..errors import CommitError, ConfigError, InvalidArgument, WrongState
 from .ids import EngineIds, checkpoint_ids, has_null, named_rows, without_null
 from .matches import Arrival, Arrivals, EngineMatches, EngineTier
@@ -49,7 +63,7 @@ from .requests import HostCacheRequest
 _NEW = "new_token_ids"
 _NOTHING: Mapping[int, range] = {}
 NO_CHECKPOINTS: Mapping[int, Sequence[int]] = {}
-_WITH_A_LOAD = (State.LOADING,)
+_WITH_A_LOAD = (LOADING,)
 
 
 class HostCache(AnyLedger):
@@ -136,7 +150,7 @@ class HostCache(AnyLedger):
     def has_begun(self, request: LedgerRequest) -> bool:
         """A PINNED request may have computed: its next call may be its first offer. A MATCHED one has to match again
         first, with the tokens that the engine's cache has then."""
-        return request.state is not State.MATCHED
+        return request.state is not MATCHED
 
     def pending_wakes(self) -> list[Callable[[], object]]:
         return self.arrivals.pending_wakes()
@@ -207,7 +221,7 @@ class HostCache(AnyLedger):
         pins. `wake` is called when that load falls short, or when the other request has offered or is over. After
         `pending_timeout_s` the answer is no longer `PENDING`.
         """
-        require(self.own(request), "match_again", State.MATCHED, State.PINNED)
+        require(self.own(request), "match_again", MATCHED, PINNED)
         self._check_device_tokens(num_device_tokens, request.sequence.num_tokens)
         if wake is not do_nothing:
             check_callable("wake", wake)
@@ -232,7 +246,7 @@ class HostCache(AnyLedger):
     def decline(self, request: HostCacheRequest, from_token: int) -> PrefixMatch:
         """Match again, before the load, with a hit that ends at `from_token` (rounded down to a block) at the latest.
         The engine computes the tokens after it, and no later match of this request includes them."""
-        require(self.own(request), "decline", State.PINNED)
+        require(self.own(request), "decline", PINNED)
         request.hit_limit = check_int("from_token", from_token, 0) // self.layout.unit_tokens
         self.matches.match_again(request)
         self.end_call()
@@ -278,11 +292,11 @@ class HostCache(AnyLedger):
         units_per_job: Sequence[int],
     ) -> list[Job]:
         """Plan jobs that load the host hit into the blocks named by `into`. RUNNING afterwards: nothing to wait for."""
-        require(request, "load", State.PINNED, State.LOADING, State.RUNNING)
+        require(request, "load", PINNED, LOADING, RUNNING)
         limit = request.hit_stop * self.cache.layout.unit_tokens
         if max_tokens is not None:
             limit = min(limit, check_int("max_tokens", max_tokens, 0))
-        if request.state is not State.PINNED:
+        if request.state is not PINNED:
             if into is not None:
                 raise WrongState(f"load: the blocks of {request} were named before: call it again without `into`")
             if request.load is not None:  # called again
@@ -301,26 +315,26 @@ class HostCache(AnyLedger):
                 raise
             self._destinations(into, into_checkpoint, start, wanted)
             stop, ids = start, []
-        self.moves.request(request, State.ALLOCATED)
+        self.moves.request(request, ALLOCATED)
         if self.cache.layout.windows:
             self._unwritten[request] = self._left_out(ids, start, stop)
         jobs: list[Job] = []
         for component, first, blocks in ids:
             run = request.leases[BELOW].run
-            jobs += self.jobs.plan(request, BELOW, Tier.DEVICE, run, component, first, stop, blocks, units_per_job)
+            jobs += self.jobs.plan(request, BELOW, DEVICE, run, component, first, stop, blocks, units_per_job)
         if not jobs:  # no hit, or no component needs a block of it
             self._run(request, stop)
             return []
         request.load = Load(stop, wake, partial(self._conclude, request), request.ticket, jobs)
         self.arrivals.under_way[request] = Arrival(start, stop, tuple(jobs))
-        self.moves.request(request, State.LOADING)
+        self.moves.request(request, LOADING)
         return jobs
 
     def lost_to_reset(self, request: HostCacheRequest) -> bool:
         """Whether a reset came after the load was over and before the request has offered, so the loaded KV is from
         before the reset. Then call `plan_load`, which gives up the load, unless your caller learned before the reset
         that the load was over."""
-        is_running = self.own(request).state is State.RUNNING and request in self.arrivals.under_way
+        is_running = self.own(request).state is RUNNING and request in self.arrivals.under_way
         return is_running and request.epoch != self.cache.epoch
 
     def abandon_load(self, request: HostCacheRequest) -> None:
@@ -395,9 +409,9 @@ class HostCache(AnyLedger):
         named_all = named_rows(self._num_rows, rows)
         if not named_all.are_distinct:
             raise InvalidArgument("into", "names a block twice")
-        if wrong := named_all.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
+        if wrong := named_all.shared_with(self.jobs.ids_being_written(DEVICE)):
             raise InvalidArgument("into", f"names block {wrong}, which another copy may still write to")
-        if wrong := named_all.shared_with(self.jobs.ids_being_read(Tier.DEVICE)):
+        if wrong := named_all.shared_with(self.jobs.ids_being_read(DEVICE)):
             raise InvalidArgument("into", f"names block {wrong}, which a store still reads")
         return found
 
@@ -420,7 +434,7 @@ class HostCache(AnyLedger):
             self.offers.reached(request, lease.run)
         self.request_leases.end_host_lease(request)
         self._ready(request, ready)
-        self.moves.request(request, State.RUNNING)
+        self.moves.request(request, RUNNING)
 
     def _ready(self, request: HostCacheRequest, ready: int) -> None:
         request.hit_stop = request.published = request.ready_stop = ready
@@ -432,8 +446,8 @@ class HostCache(AnyLedger):
         layout, stop = self.cache.layout, arrival.stop
         for job in arrival.jobs:
             done = job.completion
-            if done is None or done.outcome is not Outcome.LANDED:
-                num_proven = 0 if done is None or done.outcome is Outcome.UNPROVEN else done.num_landed
+            if done is None or done.outcome is not LANDED:
+                num_proven = 0 if done is None or done.outcome is UNPROVEN else done.num_landed
                 stop = min(stop, job.start + num_proven // layout.components[job.component].width)
         if stop == arrival.stop:
             return stop
@@ -501,9 +515,9 @@ class HostCache(AnyLedger):
         """Append `new_token_ids`, and plan stores of the blocks of the first `num_computed_tokens` that the policy
         wants."""
         given = _parsed(checkpoints, self.cache.layout.recurrent, self._num_rows)
-        require(request, "offer", State.PINNED, State.RUNNING)
+        require(request, "offer", PINNED, RUNNING)
         added = b"" if type(new_token_ids) is list and not new_token_ids else encode_tokens(new_token_ids, _NEW)
-        before = request.num_computed_tokens if request.state is State.RUNNING else request.engine_tokens
+        before = request.num_computed_tokens if request.state is RUNNING else request.engine_tokens
         num_tokens = request.checked_count(num_computed_tokens, before, len(added) // TOKEN_BYTES)
         num_units = num_tokens // self.cache.layout.unit_tokens
         ids = EngineIds.of(self.cache.layout, self._num_rows, "block_ids", block_ids, num_units)
@@ -522,14 +536,14 @@ class HostCache(AnyLedger):
             request.num_computed_tokens, request.published = computed, published
             self.hooks.take_error()  # of a hook that was asked about this offer
             raise
-        if request.state is State.PINNED:  # without a load
+        if request.state is PINNED:  # without a load
             self.request_leases.end_host_lease(request)
             request.hit_stop = 0
             request.num_computed_tokens = request.engine_tokens  # observers read the ready tokens from it
-            self.moves.request(request, State.ALLOCATED)
-            self.moves.request(request, State.RUNNING)
+            self.moves.request(request, ALLOCATED)
+            self.moves.request(request, RUNNING)
         request.num_computed_tokens = num_tokens
-        request.has_committed, request.computing = True, Computing.NOTHING
+        request.has_committed, request.computing = True, COMPUTES_NOTHING
         self.offers.computed(num_units - before // self.cache.layout.unit_tokens)
         jobs = self.offers.store(request, wanted, self._unwritten.get(request, _NOTHING))
         if self.arrivals.under_way:
@@ -589,7 +603,7 @@ class HostCache(AnyLedger):
         self.own(request)
         if self.live_requests.get(request.request_id) is not request:
             raise WrongState(f"release: {request} is {request.state.name} already")
-        done = request.state is State.RUNNING and request.has_committed and reason == "closed_early"
+        done = request.state is RUNNING and request.has_committed and reason == "closed_early"
         settled = self.jobs.abandon(request.load) if request.load is not None else []
         for hook in self.hooks.on_leaving:
             hook(request, True)
@@ -597,7 +611,7 @@ class HostCache(AnyLedger):
         del self.live_requests[request.request_id]
         if not done:
             request.reason = reason
-        self.moves.request(request, State.DONE if done else State.ABORTED)
+        self.moves.request(request, DONE if done else ABORTED)
         self.arrivals.answered(request)
         self.offers.forget(request)
         self._unwritten.pop(request, None)
@@ -634,7 +648,7 @@ class HostCache(AnyLedger):
         """Withdraw the units that were offered from token `first_wrong` on, and all units cached after them. Returns
         those of `others` that may have read these units, in the engine's cache or from the host, and the jobs that were
         settled because queued stores were discarded."""
-        require(request, "invalidate", State.RUNNING, instead="call `load` or `offer` first")
+        require(request, "invalidate", RUNNING, instead="call `load` or `offer` first")
         from_token = check_int("from_token", first_wrong, 0, request.num_computed_tokens)
         for number, tokens in self._unwritten.get(request, {}).items():
             # If a window reads tokens that the load skipped, the request would have to compute these, too.
@@ -677,7 +691,7 @@ class HostCache(AnyLedger):
         return runs
 
     def _may_have_read(self, other: HostCacheRequest, request: HostCacheRequest, from_token: int) -> bool:
-        loaded = 0 if other.state in (State.MATCHED, State.PINNED) else other.hit_stop * self.cache.layout.unit_tokens
+        loaded = 0 if other.state in (MATCHED, PINNED) else other.hit_stop * self.cache.layout.unit_tokens
         has_more = max(other.engine_tokens, loaded) > from_token
         return has_more and other.sequence.begins_alike(request.sequence, from_token + 1)
 
@@ -686,7 +700,7 @@ class HostCache(AnyLedger):
         the index does not know, because such a store may end before the first wrong unit. `RemoteStores.invalidate`
         finds these stores."""
         heads = set(wrong)
-        queued = [job for job in self.jobs.unsettled.values() if job.state is JobState.QUEUED]
+        queued = [job for job in self.jobs.unsettled.values() if job.state is JOB_QUEUED]
         stores = [job for job in reversed(queued) if job.plan.direction is Direction.STORE]
         known = [job for job in stores if job.destination_lease is not None]
         return [job for job in known if not heads.isdisjoint(job.run.path())]

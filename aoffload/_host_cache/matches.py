@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .._common.arguments import check_has
-from .._common.tiers import BELOW, Tier
+from .._common.tiers import BELOW, DEVICE
 from .._extensions.load_choice import Loadable
 from .._kernel.cache import PrefixCache
 from .._kernel.index import Hit, held_stop, is_branch_point, present_stop
@@ -33,7 +33,7 @@ from .._kernel.plans import PrefixMatch
 from .._kernel.pools import TierBlocks
 from .._kernel.protocols import EvictionOrder
 from .._kernel.records import NO_LIMIT, Checkpoints, Job, Run
-from .._kernel.states import RequestState as State
+from .._kernel.states import MATCHED, PINNED
 from .._kernel.tokens import TokenSequence
 from ..errors import ConfigError
 from .events import LoadsPaused, LoadsResumed
@@ -84,7 +84,7 @@ class EngineTier(TierBlocks):
         check_has("engine_blocks", blocks, "EngineBlocks", "hold give", ConfigError)
         held = HeldBlocks(blocks)
         return cls(
-            Tier.DEVICE, held, order, held=held, moves=moves, max_quarantined=max_quarantined,
+            DEVICE, held, order, held=held, moves=moves, max_quarantined=max_quarantined,
             is_outside=True,
         )  # fmt: skip
 
@@ -223,7 +223,7 @@ class EngineMatches:
         """Match and pin the units that the host holds after `num_device_tokens`: PINNED afterwards. MATCHED, without
         pins, while another request is loading the next block; then `wake` is called when another match may get another
         answer."""
-        is_same = request.state is State.PINNED and num_device_tokens == request.engine_tokens
+        is_same = request.state is PINNED and num_device_tokens == request.engine_tokens
         if is_same and self._is_held(request):
             return
         request.engine_tokens = num_device_tokens
@@ -239,10 +239,10 @@ class EngineMatches:
         else:
             self.arrivals.answered(request)
             self._pin(request, hit)
-        if request.state is not State.MATCHED:  # observers find the answer in it
-            self.moves.request(request, State.MATCHED)
+        if request.state is not MATCHED:  # observers find the answer in it
+            self.moves.request(request, MATCHED)
         if bringer is None:
-            self.moves.request(request, State.PINNED)
+            self.moves.request(request, PINNED)
 
     def _is_held(self, request: HostCacheRequest) -> bool:
         """Whether the whole hit can still be loaded."""
@@ -295,14 +295,14 @@ class EngineMatches:
     def loadable(self, request: HostCacheRequest) -> Loadable | None:
         """A load of the whole hit. None: there is nothing to load, or the load was planned before."""
         start = request.engine_tokens // self.cache.layout.unit_tokens
-        if request.state is not State.PINNED or request.hit_stop <= start:
+        if request.state is not PINNED or request.hit_stop <= start:
             return None
         return Loadable(start, request.hit_stop, self.cache.layout.num_blocks(start, start, request.hit_stop))
 
     def forget(self, requests: Iterable[HostCacheRequest]) -> None:
         """Match PINNED `requests` again, up to their old hit, if the host no longer holds all of it."""
         for request in requests:
-            if request.state is State.PINNED and not self._is_held(request):
+            if request.state is PINNED and not self._is_held(request):
                 self.match_again(request, request.hit_stop)
 
     def held_stop(self, request: HostCacheRequest, start: int, stop: int) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
-from .._common.tiers import BELOW, Tier
+from .._common.tiers import BELOW, DEVICE
 from .._config.config import MAX_BLOCKS
 from .._kernel.cache import PrefixCache
 from .._kernel.events import StoreSkipped
@@ -278,7 +278,7 @@ class EngineOffers:
         named = named_rows(self.num_rows, [offer.blocks for offer in found])
         if not named.are_distinct:
             raise InvalidArgument("block_ids", "names a block twice")
-        if wrong := named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
+        if wrong := named.shared_with(self.jobs.ids_being_written(DEVICE)):
             raise InvalidArgument("block_ids", f"names block {wrong}, which a copy may still write to")
 
     def _of_full(self, request: HostCacheRequest, lacking: Iterable[range], ids: EngineIds) -> Iterator[Offer]:
@@ -378,7 +378,7 @@ class EngineOffers:
         is useless. A checkpoint is always stored at once, because the engine names it only once."""
         if offer.component is self.cache.layout.recurrent:
             return offer
-        in_flight = self.jobs.num_stored_now(Tier.DEVICE)
+        in_flight = self.jobs.num_stored_now(DEVICE)
         num_units = max(0, self._num_free_blocks) // offer.component.width
         if offer.start + num_units >= offer.stop or (offer.component.number and not in_flight):
             return offer
@@ -390,7 +390,7 @@ class EngineOffers:
     @property
     def _num_free_blocks(self) -> int:
         """The number of blocks that further stores may hold now."""
-        return max(self.max_blocks_in_flight, self._step_blocks) - self.jobs.num_stored_now(Tier.DEVICE)
+        return max(self.max_blocks_in_flight, self._step_blocks) - self.jobs.num_stored_now(DEVICE)
 
     # -- deferred blocks ------------------------------------------------------------------------------------------
 
@@ -428,7 +428,7 @@ class EngineOffers:
         most = max(1, room // layout.full.width) if layout.full.width else 0
         wanted = self._lacking(request, old.stop, ids, old.unwritten, 0, most=most)
         named = named_rows(self.num_rows, [offer.blocks for offer in wanted.offers])
-        if not named.are_distinct or named.shared_with(self.jobs.ids_being_written(Tier.DEVICE)):
+        if not named.are_distinct or named.shared_with(self.jobs.ids_being_written(DEVICE)):
             wanted = Wanted([], num_missing=old.num_blocks)
         if wanted.num_missing:  # a lookup never finds blocks after a gap
             self.moves.note(StoreSkipped(request, wanted.num_missing + wanted.num_left, "in_flight"))

@@ -38,7 +38,7 @@ from .._common.arguments import (
     shown,
 )
 from .._common.prefix import Prefix
-from .._common.tiers import BELOW, CACHE_TIERS, HIT_TIERS, Tier, check_tier
+from .._common.tiers import BELOW, CACHE_TIERS, DEVICE, HIT_TIERS, HOST, Tier, check_tier
 from .._config.config import MAX_BLOCKS, OffloadConfig
 from .._config.groups import KVCacheGroup
 from .._config.tiers import new_order
@@ -55,7 +55,7 @@ from .plans import Completion, PrefixMatch, RequestOptions, StoreScope, Transfer
 from .pools import ExtentPool, LastUses, LeastRecentlyUsed, TierBlocks, absent_tier
 from .protocols import BlockWatcher, EvictionOrder
 from .records import NO_LIMIT, Job, LedgerRequest
-from .states import JobState, NoEpoch
+from .states import JOB_QUEUED, NoEpoch
 from .tokens import TokenSequence
 
 Added = TypeVar("Added", bound=LedgerExtension)
@@ -115,8 +115,8 @@ class CacheBase:
         self.moves = moves = Moves(observer, clock)
         added = (*built_in, *own)
         sizes: dict[Tier, int] = {
-            Tier.DEVICE: num_device_blocks - 1,
-            Tier.HOST: config.resolve_host_blocks(block_bytes),
+            DEVICE: num_device_blocks - 1,
+            HOST: config.resolve_host_blocks(block_bytes),
         }
         build = Build(config, self.layout, block_bytes, sizes)
         for number, extension in enumerate(added):
@@ -143,19 +143,19 @@ class CacheBase:
             is_own = type(order) is not LeastRecentlyUsed and tier not in build.trusted_orders
             return GuardedOrder(self.hooks, order) if is_own else order
 
-        device = make_device(order_of(Tier.DEVICE), moves)
-        host = TierBlocks(Tier.HOST, ExtentPool(sizes[Tier.HOST]), order_of(Tier.HOST))
+        device = make_device(order_of(DEVICE), moves)
+        host = TierBlocks(HOST, ExtentPool(sizes[HOST]), order_of(HOST))
         # A tier's number is its index in the cache, so a tier that no extension has added is there without blocks.
         lower = [
             make_tier(build, tier, order_of(tier)) if tier in build.tiers else absent_tier(tier)
             for tier in CACHE_TIERS
-            if Tier.HOST < tier <= max(build.tiers, default=Tier.HOST)
+            if HOST < tier <= max(build.tiers, default=HOST)
         ]
         self.cache = PrefixCache(self.layout, (device, host, *lower), order_of, LastUses(num_tracked_blocks))
         self.request_leases = RequestLeases(self.cache, self.hooks)
         self.jobs = JobBook(self.cache, moves, self.hooks, self._units_per_job(config.blocks_per_job(block_bytes)))
         interval = -(-config.window_interval_tokens // self.layout.unit_tokens)
-        self.stores = Stores(self.cache, self.jobs, moves, Tier.DEVICE, BELOW, interval)
+        self.stores = Stores(self.cache, self.jobs, moves, DEVICE, BELOW, interval)
         self._extensions: list[LedgerExtension] = []
         self._trusted = len(added) - len(own)
         self._waiting = added
@@ -226,7 +226,7 @@ class CacheBase:
         assert error is not None
         wakes: list[Callable[[], object]] = []
         for job in tuple(self.jobs.unsettled.values()):
-            if job.job_id in self.jobs.unsettled and job.state is JobState.QUEUED:
+            if job.job_id in self.jobs.unsettled and job.state is JOB_QUEUED:
                 wakes += self.jobs.end_claims(self.jobs.discard(job))
         with suppress(ExtensionError):  # the first one is raised
             self.end_call(wakes)
@@ -333,7 +333,7 @@ class CacheBase:
         wakes: list[Callable[[], object]] = []
         for hook in self.hooks.on_invalidated:
             for job in hook(sequence, first, stop):
-                if self.jobs.unsettled.get(job.job_id) is job and job.state is JobState.QUEUED:
+                if self.jobs.unsettled.get(job.job_id) is job and job.state is JOB_QUEUED:
                     wakes += self.jobs.end_claims(self.jobs.discard(job))
         return wakes
 
@@ -431,7 +431,7 @@ class CacheBase:
             hook(tier)
         if tier is None or tier in HIT_TIERS:  # matches have no leases in other tiers
             self.match_all_again()
-        if tier is Tier.DEVICE:
+        if tier is DEVICE:
             for request in (*self.live_requests.values(), *self.closing):
                 if request.num_units and request.epoch == self.cache.epoch:
                     request.epoch = NoEpoch.ORPHANED

@@ -408,7 +408,7 @@ class PrefixCache:
             if start < run.stop:
                 unpinned = manager.unpin(blocks, run, start)
         for left in self.merge(unpinned) if len(unpinned) > 1 else unpinned:
-            if left.parts[lease.tier].stop < left.stop:  # else there is nothing to tidy
+            if left.parts and left.parts[lease.tier].stop < left.stop:  # else it is whole, or was removed
                 self.tidy(left)
 
     def move_lease(self, lease: Lease, run: Run) -> None:
@@ -427,7 +427,7 @@ class PrefixCache:
         lease.run = run
         lease.starts = [start if start < stop or start == NO_LIMIT else stop for start in lease.starts]
         for left in self.merge(unpinned) if len(unpinned) > 1 else unpinned:
-            if left.parts[lease.tier].stop < left.stop:
+            if left.parts and left.parts[lease.tier].stop < left.stop:
                 self.tidy(left)
 
     def unpin_before(self, lease: Lease, component: Component, start: int) -> None:

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 from .._common.arguments import as_tuple, shown
 from .._common.prefix import TOKEN_BYTES, TokenIds, encode_tokens
-from .._common.tiers import Tier
+from .._common.tiers import DEVICE
 from ..errors import CommitError
 from .cache import PrefixCache
 from .events import StoreSkipped
@@ -46,8 +46,7 @@ from .loads import require_no_holes
 from .moves import Moves
 from .plans import TransferPlan
 from .records import Job, LedgerRequest, Run
-from .states import Computing, require
-from .states import RequestState as State
+from .states import ALLOCATED, COMPUTES_LOST_BLOCKS, COMPUTES_NOTHING, RUNNING, require
 
 
 @dataclass(slots=True, eq=False)
@@ -117,12 +116,12 @@ class Commits:
         to unit `wanted`."""
         computed, first = request.num_computed_tokens, request.published
         num_units, is_current = num_tokens // self.cache.layout.unit_tokens, request.epoch == self.cache.epoch
-        if request.state is State.ALLOCATED:
+        if request.state is ALLOCATED:
             self.request_leases.end_host_lease(request)
-            self.moves.request(request, State.RUNNING)
-        if num_tokens > computed and request.computing is Computing.NOTHING and not request.num_steps:
+            self.moves.request(request, RUNNING)
+        if num_tokens > computed and request.computing is COMPUTES_NOTHING and not request.num_steps:
             self.cache.last_uses.are_covered = False  # no step covers this commit
-        request.num_computed_tokens, request.has_committed, request.computing = num_tokens, True, Computing.NOTHING
+        request.num_computed_tokens, request.has_committed, request.computing = num_tokens, True, COMPUTES_NOTHING
         plans: tuple[TransferPlan, ...] = ()
         if is_current:
             if num_units > first:
@@ -147,13 +146,13 @@ class Commits:
         unit."""
         if type(checkpoints) is not tuple:  # first, because it may run code of the caller
             checkpoints = as_tuple("checkpoints", checkpoints, "int", CommitError)
-        if request.computing is Computing.LOST_BLOCKS:
+        if request.computing is COMPUTES_LOST_BLOCKS:
             problem = (
                 f"cannot count: {request} has given up its blocks since its last step: compute again in a new step"
             )
             raise CommitError("num_computed_tokens", problem)
-        if request.state is not State.RUNNING:
-            require(request, "commit", State.ALLOCATED, State.RUNNING)
+        if request.state is not RUNNING:
+            require(request, "commit", ALLOCATED, RUNNING)
             require_no_holes(request, "commit")
         has_none = type(new_token_ids) is tuple and not new_token_ids  # the common case in a prefill
         added = b"" if has_none else encode_tokens(new_token_ids, "new_token_ids")
@@ -179,7 +178,7 @@ class Commits:
 
     def offer_last(self, request: LedgerRequest) -> tuple[TransferPlan, ...]:
         """The request is done: plan its last stores."""
-        if Tier.DEVICE not in request.leases or not request.store_limit:
+        if DEVICE not in request.leases or not request.store_limit:
             return ()
         for hook in self.hooks.on_finishing:
             hook(request)
@@ -191,7 +190,7 @@ class Commits:
         """Plan the stores on the path of `request` up to unit `stop`, which the policy wants: the units from `first`
         on, and those before it that the host lacks. The docstring of this module says what is
         stored when."""
-        lease, layout = request.leases.get(Tier.DEVICE), self.cache.layout
+        lease, layout = request.leases.get(DEVICE), self.cache.layout
         if lease is None or not request.store_limit:
             return ()
         for ask in self.hooks.ask_deferred:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from .._common.prefix import TOKEN_BYTES
-from .._common.tiers import BELOW, HIT_TIERS, Tier
+from .._common.tiers import BELOW, DEVICE, HIT_TIERS, Tier
 from .layout import Component, Layout
 from .records import Job, Part, Run
 from .tokens import TokenSequence, hash_run
@@ -300,7 +300,7 @@ class _Held:
                 first = stop
                 for tier in self.tiers:
                     part = run.parts[place + tier]
-                    is_held = part.first < stop <= part.stop and (tier is not Tier.DEVICE or stop <= self.device_limit)
+                    is_held = part.first < stop <= part.stop and (tier is not DEVICE or stop <= self.device_limit)
                     if is_held and part.first < first:
                         first = part.first
                 if first == stop:
@@ -322,7 +322,7 @@ class _Held:
         found: list[range] = []
         for tier in self.tiers:
             part = run.part(tier, component.number)
-            stop = min(part.stop, self.device_limit) if tier is Tier.DEVICE else part.stop
+            stop = min(part.stop, self.device_limit) if tier is DEVICE else part.stop
             if part.first < stop:
                 found.append(range(part.first, stop))
         return found
@@ -420,12 +420,12 @@ def find_hit(
     full_stop = stop
     if islands:
         stop = accepted(layout, path, stop, HIT_TIERS, alignment)
-        return Hit(accepted(layout, path, min(device_stop, stop), (Tier.DEVICE,)), stop, path, full_stop)
+        return Hit(accepted(layout, path, min(device_stop, stop), (DEVICE,)), stop, path, full_stop)
     near = device_stop
     # The device hit ends no later than the hit, and device blocks after the device hit do not count: shorten both in
     # turn until they agree.
     while True:
-        near = accepted(layout, path, near, (Tier.DEVICE,))
+        near = accepted(layout, path, near, (DEVICE,))
         reached = present_stop(path, BELOW, near, stop) if layout.full.width else stop
         reached = accepted(layout, path, reached, HIT_TIERS, alignment, device_limit=near)
         if near <= reached:
@@ -484,7 +484,7 @@ def _full_path(
         if has_full:
             reached = run.parts[BELOW].stop
             if device_stop == run.start:
-                device_stop = run.parts[Tier.DEVICE].stop
+                device_stop = run.parts[DEVICE].stop
                 if device_stop > agreed:
                     device_stop = agreed
                 if device_stop > reached:

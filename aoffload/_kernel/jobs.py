@@ -56,7 +56,7 @@ from itertools import compress
 
 import attrs
 
-from .._common.tiers import BELOW, TIERS, Tier
+from .._common.tiers import BELOW, DEVICE, TIERS, Tier
 from .cache import PrefixCache, brings
 from .events import StoreSkipped
 from .hooks import Hooks
@@ -66,7 +66,20 @@ from .moves import Moves
 from .plans import Completion, TransferPlan, agreeing
 from .pools import TierBlocks
 from .records import NO_LIMIT, Job, Lease, LedgerRequest, Load, Run
-from .states import Direction, JobState, NoEpoch, Outcome, require
+from .states import (
+    CORRUPT,
+    FAILED,
+    JOB_COMPLETED,
+    JOB_DISCARDED,
+    JOB_FAILED,
+    JOB_LAUNCHED,
+    JOB_QUEUED,
+    LANDED,
+    LOAD,
+    UNPROVEN,
+    NoEpoch,
+    require,
+)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -134,7 +147,7 @@ class JobBook:
             into = blocks if end - at == len(blocks) else blocks[at:end]
             pieces = stretches(run, first, last)
             held = held_ids(run, source, number, first, last) if source_ids is None else source_ids[at:end]
-            if number and destination is Tier.DEVICE and 0 in into:
+            if number and destination is DEVICE and 0 in into:
                 # The engine has no blocks before a window that begins inside its first unit.
                 held, into = array("i", compress(held, into)), array("i", filter(None, into))
             payload: object = None
@@ -195,9 +208,9 @@ class JobBook:
 
     def launch(self, job: Job) -> bool:
         """Mark a queued `job` as launched: only a completion can settle it from now on. False: it is not queued."""
-        if job.state is not JobState.QUEUED:
+        if job.state is not JOB_QUEUED:
             return False
-        self.moves.job(job, JobState.LAUNCHED)
+        self.moves.job(job, JOB_LAUNCHED)
         return True
 
     def num_stored_now(self, source: Tier) -> int:
@@ -221,20 +234,20 @@ class JobBook:
         job, outcome = self.unsettled.get(completion.job_id), completion.outcome
         if job is None or job.parked is not None:
             self.num_late += 1
-            if job is None and outcome is not Outcome.UNPROVEN and completion.job_id in self.quarantined:
+            if job is None and outcome is not UNPROVEN and completion.job_id in self.quarantined:
                 plan = self.quarantined.pop(completion.job_id).plan
                 self.tiers[plan.destination].end_quarantine(plan.destination_ids)
             return []
-        require(job, "settle", JobState.LAUNCHED)
+        require(job, "settle", JOB_LAUNCHED)
         plan = job.plan
-        if outcome is Outcome.UNPROVEN and not TIERS[plan.destination].leaves_doubt:
-            outcome = Outcome.FAILED  # what may still arrive proves itself: no block is in doubt here
+        if outcome is UNPROVEN and not TIERS[plan.destination].leaves_doubt:
+            outcome = FAILED  # what may still arrive proves itself: no block is in doubt here
             completion = attrs.evolve(completion, outcome=outcome)
         if completion.num_landed not in (0, len(plan.source_ids)) or completion.corrupt:
             completion = agreeing(completion, plan.num_blocks)
             outcome = completion.outcome
         before = job.predecessor
-        if before is not None and not before.is_settled and outcome is not Outcome.UNPROVEN:
+        if before is not None and not before.is_settled and outcome is not UNPROVEN:
             job.parked = completion
             if job.epoch is NoEpoch.INVALIDATED:  # a restart before the job is settled must not find its blocks
                 self.tiers[plan.destination].invalidated(plan.destination_ids)
@@ -260,7 +273,7 @@ class JobBook:
                 if not load.jobs:
                     over.append(load)
             job.claims.clear()
-            if job.completion is not None and job.completion.outcome is Outcome.CORRUPT:
+            if job.completion is not None and job.completion.outcome is CORRUPT:
                 is_corrupt = True
         if is_corrupt:  # cached blocks were withdrawn
             for hook in self.hooks.on_withdrawn:
@@ -278,7 +291,7 @@ class JobBook:
         settled: list[Job] = []
         for job in sorted(load.jobs, key=lambda job: -job.job_id):
             job.claims.pop(load, None)
-            if not job.claims and job.state is JobState.QUEUED and job.plan.direction is Direction.LOAD:
+            if not job.claims and job.state is JOB_QUEUED and job.plan.direction is LOAD:
                 settled += self.discard(job)
         load.jobs.clear()
         return settled
@@ -310,14 +323,14 @@ class JobBook:
         `completion`, the job was never launched."""
         plan, outcome = job.plan, None if completion is None else completion.outcome
         source, destination = self.tiers[plan.source], self.tiers[plan.destination]
-        is_unproven, proven_stop = outcome is Outcome.UNPROVEN, job.start
+        is_unproven, proven_stop = outcome is UNPROVEN, job.start
         # The job is settled from here on: no part may keep it as `incoming`.
         if completion is None:
-            self.moves.job(job, JobState.DISCARDED)
+            self.moves.job(job, JOB_DISCARDED)
         else:
             job.completion = completion
             width = self.cache.layout.components[job.component].width
-            num_proven = job.stop - job.start if outcome is Outcome.LANDED else completion.num_landed // width
+            num_proven = job.stop - job.start if outcome is LANDED else completion.num_landed // width
             if job.epoch == self.cache.epoch and not is_unproven:
                 proven_stop += num_proven
         if job.destination_lease is not None:
@@ -330,13 +343,13 @@ class JobBook:
         if completion is not None:
             # A corrupt store damages only its destination: requests compute with its source. A tier that the index does
             # not know forgets corrupt blocks by itself.
-            is_bad = outcome is Outcome.CORRUPT and plan.direction is Direction.LOAD and job.source_lease is not None
+            is_bad = outcome is CORRUPT and plan.direction is LOAD and job.source_lease is not None
             if is_bad and job.run.epoch == self.cache.epoch:
                 self._forget_corrupt(job, completion)
-            if outcome is Outcome.LANDED:
-                self.moves.job(job, JobState.COMPLETED, "landed")
+            if outcome is LANDED:
+                self.moves.job(job, JOB_COMPLETED, "landed")
             else:
-                self.moves.job(job, JobState.FAILED, completion.outcome.value)
+                self.moves.job(job, JOB_FAILED, completion.outcome.value)
         del self.unsettled[plan.job_id]
         if plan.source < plan.destination and not destination.is_outside:
             self._num_stored[plan.source] -= len(plan.source_ids)

@@ -44,13 +44,13 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
-from .._common.tiers import BELOW, Tier
+from .._common.tiers import BELOW, DEVICE, Tier
 from .cache import PrefixCache
 from .hooks import Hooks
 from .index import Hit, find_hit, held_ids, is_branch_point, lower_path, stretches
 from .plans import PrefixMatch
 from .records import NO_LIMIT, BlockTable, Checkpoints, LedgerRequest, Part, Run, nulls
-from .states import RequestState
+from .states import REQUEUED
 
 
 @dataclass(slots=True, eq=False)
@@ -78,9 +78,9 @@ class RequestLeases:
             if hit.stop > hit.device_stop:
                 request.leases[BELOW] = cache.lease(BELOW, last)
                 if islands and cache.layout.partial:
-                    request.reserve = cache.lease(Tier.DEVICE, last)
+                    request.reserve = cache.lease(DEVICE, last)
             if hit.device_stop:
-                request.leases[Tier.DEVICE] = cache.lease(Tier.DEVICE, cache.cut(last, hit.device_stop))
+                request.leases[DEVICE] = cache.lease(DEVICE, cache.cut(last, hit.device_stop))
         if cache.has_lower_tiers:
             lower = self.num_lower_units(request, hit.stop) * unit
         request.published = request.ready_stop = hit.device_stop
@@ -106,7 +106,7 @@ class RequestLeases:
         layout = self.cache.layout
         limit = min((request.sequence.num_tokens - 1) // layout.unit_tokens, request.hit_limit)
         hit = find_hit(self.cache.index, request.sequence, layout, limit, request.hit_alignment, islands=islands)
-        if request.state is RequestState.REQUEUED:
+        if request.state is REQUEUED:
             # A requeued request does not load again. Otherwise two requests whose loads keep failing could alternate
             # for ever, because each gives up its blocks, which lets the other one try again.
             hit = Hit(hit.device_stop, hit.device_stop, hit.path, hit.full_stop)
@@ -115,17 +115,17 @@ class RequestLeases:
     def lease_device_to(self, request: LedgerRequest, run: Run | None) -> None:
         """Let the device lease of `request` end at `run`: move it, or take a new one. None: end it. In a window, a new
         lease pins the units from the start of the table on, and all checkpoints: `slide_windows` unpins them."""
-        lease = request.leases.get(Tier.DEVICE)
+        lease = request.leases.get(DEVICE)
         if lease is not None and run is not None:
             self.cache.move_lease(lease, run)
         elif lease is not None:
-            del request.leases[Tier.DEVICE]
+            del request.leases[DEVICE]
             self.cache.release(lease)
         elif run is not None:
             starts = [table.start for table in request.tables]
             if self.cache.layout.recurrent is not None:
                 starts.append(0)
-            request.leases[Tier.DEVICE] = self.cache.lease(Tier.DEVICE, run, starts)
+            request.leases[DEVICE] = self.cache.lease(DEVICE, run, starts)
 
     def forget_match(self, request: LedgerRequest) -> None:
         """Release the leases and clear the match. Private blocks stay."""
@@ -149,7 +149,7 @@ class RequestLeases:
             if hit.stop > hit.device_stop:
                 wanted[BELOW] = hit.run_at(hit.stop)
             if hit.device_stop:
-                wanted[Tier.DEVICE] = hit.run_at(hit.device_stop)
+                wanted[DEVICE] = hit.run_at(hit.device_stop)
             is_same = (request.published, request.hit_stop) == (hit.device_stop, hit.stop)
             if is_same and wanted == {tier: lease.run for tier, lease in request.leases.items()}:
                 return
@@ -159,7 +159,7 @@ class RequestLeases:
         """Release what only a load needs: the host lease, `reserve`, and blocks for a checkpoint that it does not
         bring."""
         if request.checkpoints is not None and request.checkpoints.incoming:
-            self.cache.give(Tier.DEVICE, request.checkpoints.incoming)
+            self.cache.give(DEVICE, request.checkpoints.incoming)
             request.checkpoints.incoming = array("i")
         lease = request.leases.pop(BELOW, None)
         if lease is not None:
@@ -182,7 +182,7 @@ class RequestLeases:
             self.cache.last_uses.gave_up(request, request.checkpoints.ids())
             request.checkpoints.clear()
         request.tables, request.num_units, request.load, request.nulled = (), 0, None, []
-        self.cache.give(Tier.DEVICE, private)
+        self.cache.give(DEVICE, private)
 
     # -- tables ---------------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class RequestLeases:
             width, num_planned = layout.recurrent.width, len(self.planned(request, hit_stop))
             if hit_stop > device_stop:
                 found += width
-            room = self.cache.tiers[Tier.DEVICE].capacity - found - device_stop * layout.width
+            room = self.cache.tiers[DEVICE].capacity - found - device_stop * layout.width
             if device_stop:
                 room -= width  # the checkpoint of the hit
             found += max(0, min(num_planned, room // width)) * width
@@ -224,9 +224,9 @@ class RequestLeases:
         units would take with it, and the number of blocks that would become available if it replaced the present match.
         Changes nothing."""
         hit = self._find(request, islands=False)
-        leases = [lease for lease in request.all_leases() if lease.tier is Tier.DEVICE]
+        leases = [lease for lease in request.all_leases() if lease.tier is DEVICE]
         unpinned = self.cache.pinned_by_none_but(leases)
-        taken = [part for run in hit.path for part in run.parts_in(Tier.DEVICE) if not part.num_references]
+        taken = [part for run in hit.path for part in run.parts_in(DEVICE) if not part.num_references]
         gained = sum(len(part.blocks) + len(part.tombstone_ids()) for part in unpinned)
         gained -= sum(self._num_needed(part, hit.device_stop) for part in (*unpinned, *taken))
         return self.num_fresh(request, hit.device_stop, hit.stop, num_units), gained
@@ -234,7 +234,7 @@ class RequestLeases:
     def without_hit(self, request: LedgerRequest, num_units: int) -> tuple[int, int]:
         """Number of new blocks that tables of `num_units` units take without a hit, and number of blocks that would
         become available if `request` gave up its match."""
-        leases = [lease for lease in request.all_leases() if lease.tier is Tier.DEVICE]
+        leases = [lease for lease in request.all_leases() if lease.tier is DEVICE]
         unpinned = self.cache.pinned_by_none_but(leases)
         gained = sum(len(part.blocks) + len(part.tombstone_ids()) for part in unpinned)
         return self.num_fresh(request, 0, 0, num_units), gained
@@ -258,7 +258,7 @@ class RequestLeases:
             ids = blocks[taken : taken + count]
             taken += count
             if fresh_start:
-                held = held_ids(request.device_run, Tier.DEVICE, component.number, start, stop)
+                held = held_ids(request.device_run, DEVICE, component.number, start, stop)
                 ids = nulls(start * width) + held + nulls((fresh_start - stop) * width) + ids
             tables.append(BlockTable(width, ids, start))
         request.tables, request.num_units = tuple(tables), num_units
@@ -287,8 +287,8 @@ class RequestLeases:
         assert checkpoints is not None and recurrent is not None
         for position in self.planned(request, request.ready_stop):
             is_new = position not in checkpoints.planned
-            if is_new and recurrent.width <= self.cache.tiers[Tier.DEVICE].num_available:
-                checkpoints.planned[position] = self.cache.take(Tier.DEVICE, recurrent.width)
+            if is_new and recurrent.width <= self.cache.tiers[DEVICE].num_available:
+                checkpoints.planned[position] = self.cache.take(DEVICE, recurrent.width)
 
     def lengthen_tables(self, request: LedgerRequest, num_units: int, blocks: array[int]) -> None:
         """Append `blocks`, taken for the units up to `num_units`."""
@@ -302,7 +302,7 @@ class RequestLeases:
 def checkpoint_ids(cache: PrefixCache, request: LedgerRequest, position: int) -> array[int]:
     """The device blocks of the checkpoint at unit `position`, up to which `request` has hit or loaded."""
     assert cache.layout.recurrent is not None
-    return held_ids(request.device_run, Tier.DEVICE, cache.layout.recurrent.number, position - 1, position)
+    return held_ids(request.device_run, DEVICE, cache.layout.recurrent.number, position - 1, position)
 
 
 def slide_windows(cache: PrefixCache, request: LedgerRequest, *, after_load: bool = False) -> None:
@@ -321,9 +321,9 @@ def slide_windows(cache: PrefixCache, request: LedgerRequest, *, after_load: boo
         if start <= table.start:
             continue
         cache.last_uses.gave_up(request, table.at(table.start, start))
-        cache.give(Tier.DEVICE, table.private(request.published, table.start, start))
+        cache.give(DEVICE, table.private(request.published, table.start, start))
         table.null(table.start, start)
-        lease = request.leases.get(Tier.DEVICE)
+        lease = request.leases.get(DEVICE)
         if lease is not None:
             cache.unpin_before(lease, component, start)
         request.nulled.append((component.number, table.start, start))
@@ -342,11 +342,11 @@ def _release_checkpoints(cache: PrefixCache, request: LedgerRequest, checkpoints
     for position in [at for at in checkpoints.planned if at * unit <= request.num_computed_tokens]:
         left_out = checkpoints.planned.pop(position)
         cache.last_uses.gave_up(request, left_out)
-        cache.give(Tier.DEVICE, left_out)
+        cache.give(DEVICE, left_out)
     if checkpoints.resume or checkpoints.written:
         cache.last_uses.gave_up(request, checkpoints.resume + checkpoints.written)
         checkpoints.resume, checkpoints.written = array("i"), array("i")
-    lease = request.leases.get(Tier.DEVICE)
+    lease = request.leases.get(DEVICE)
     if lease is not None and lease.starts[recurrent.number] != NO_LIMIT:
         cache.unpin_all(lease, recurrent)
 
@@ -380,7 +380,7 @@ def publish(leases: RequestLeases, request: LedgerRequest, stop: int) -> None:
             run = following
         agreed = sequence.common_stop(run, stop)
         run = cache.cut(run, agreed)
-        parts = run.parts_in(Tier.DEVICE)
+        parts = run.parts_in(DEVICE)
         if not any(part.num_references or part.incoming is not None for part in parts):
             # The device copy is unused, and no job adds to it: free it, so that the request's blocks take its place.
             for part, table in zip(parts[: len(request.tables)], request.tables, strict=True):
@@ -396,10 +396,10 @@ def _fill(cache: PrefixCache, request: LedgerRequest, run: Run, stop: int) -> No
     for number, table in enumerate(request.tables):
         start = max(request.published, table.start)
         for current, first, last in stretches(run, start, stop) if table.width else ():
-            part = current.part(Tier.DEVICE, number)
+            part = current.part(DEVICE, number)
             # A run holds one stretch of a window: units that do not adjoin it get a run of their own.
             if part.blocks and last < part.first:
-                part = cache.split(current, last).part(Tier.DEVICE, number)
+                part = cache.split(current, last).part(DEVICE, number)
             elif part.blocks and first > part.stop:
                 cache.split(current, first)
             before = (part.first, part.stop) if part.blocks else (first, first)
@@ -407,7 +407,7 @@ def _fill(cache: PrefixCache, request: LedgerRequest, run: Run, stop: int) -> No
             if known:
                 table.duplicates.append(known)
             if before != (part.first, part.stop):
-                cache.tiers[Tier.DEVICE].part_changed(part, *before)
+                cache.tiers[DEVICE].part_changed(part, *before)
     request.published = stop
 
 
@@ -417,11 +417,11 @@ def _may_grow(cache: PrefixCache, run: Run) -> bool:
     if len(run.tokens) > MAX_GROWN_BYTES or cache.is_cut(run.stop):
         return False
     recurrent = cache.layout.recurrent
-    full = run.parts[Tier.DEVICE]
+    full = run.parts[DEVICE]
     if run.num_after or full.rank or (full.width and full.stop != run.stop):
         return False
     for part in run.parts:
-        is_ours = part.tier is Tier.DEVICE
+        is_ours = part.tier is DEVICE
         if part.incoming is not None or part.num_references > is_ours:
             return False
         if not is_ours or not part.component:
@@ -437,12 +437,12 @@ def _may_grow(cache: PrefixCache, run: Run) -> bool:
 def publish_checkpoint(cache: PrefixCache, request: LedgerRequest, position: int) -> None:
     """Make the checkpoint at unit `position` findable, which `request` has written, and pin it. If the device has that
     checkpoint already, its copy stays, and that of the request is freed like one that was left out."""
-    checkpoints, lease, recurrent = request.checkpoints, request.leases[Tier.DEVICE], cache.layout.recurrent
+    checkpoints, lease, recurrent = request.checkpoints, request.leases[DEVICE], cache.layout.recurrent
     assert checkpoints is not None and recurrent is not None
     run = next(run for run, _, _ in stretches(lease.run, position - 1, position))
     if position < run.stop:  # a run ends at its checkpoint
         run = cache.split(run, position)
-    part = run.part(Tier.DEVICE, recurrent.number)
+    part = run.part(DEVICE, recurrent.number)
     if part.blocks and position - 1 > part.stop:  # a run holds one stretch
         cache.split(run, position - 1)
     if lease.starts[recurrent.number] > run.start:
@@ -453,7 +453,7 @@ def publish_checkpoint(cache: PrefixCache, request: LedgerRequest, position: int
     if not part.enter(position - 1, position, checkpoints.planned[position]):
         checkpoints.written.extend(checkpoints.planned.pop(position))
         checkpoints.published.append(position)
-        cache.tiers[Tier.DEVICE].part_changed(part, *before)
+        cache.tiers[DEVICE].part_changed(part, *before)
 
 
 def step_back(leases: RequestLeases, request: LedgerRequest, start: int) -> None:

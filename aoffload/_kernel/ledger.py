@@ -29,7 +29,7 @@ from typing import Unpack
 
 from .._common.arguments import as_tuple, check_callable, check_has, check_int, check_text, check_type, shown
 from .._common.prefix import Prefix, TokenIds
-from .._common.tiers import Tier
+from .._common.tiers import DEVICE
 from .._config.config import OffloadConfig
 from ..errors import CommitError, ConfigError, ExtensionError, InvalidArgument, WrongState
 from .base import CacheBase
@@ -44,11 +44,23 @@ from .plans import Checkpoint, Extension, PrefixMatch, RequestOptions, TransferP
 from .pools import FreeList, TierBlocks
 from .protocols import DevicePool, EvictionOrder
 from .records import LedgerRequest, Step, Waiter, do_nothing
-from .states import Computing, require
-from .states import RequestState as State
+from .states import (
+    ABORTED,
+    ALLOCATED,
+    COMPUTES_ITS_BLOCKS,
+    DONE,
+    DRAINING,
+    LOADING,
+    MATCHED,
+    PINNED,
+    REQUEUED,
+    RUNNING,
+    STRANDED,
+    require,
+)
 from .waiting import Admission
 
-_WITH_A_LOAD = (State.LOADING, State.DRAINING, State.REQUEUED, State.STRANDED)
+_WITH_A_LOAD = (LOADING, DRAINING, REQUEUED, STRANDED)
 
 
 class CoreLedger(CacheBase):
@@ -141,8 +153,8 @@ class CoreLedger(CacheBase):
             ask(request)
         self.enrol(request)
         self.request_leases.pin(request)
-        self.moves.request(request, State.MATCHED)
-        self.moves.request(request, State.PINNED)
+        self.moves.request(request, MATCHED)
+        self.moves.request(request, PINNED)
         self.moves.report()
         if self.hooks.error is not None:
             self.release(request, "error: ExtensionError")  # nobody gets the request
@@ -320,7 +332,7 @@ class CoreLedger(CacheBase):
         for plan in plans if type(plans) is tuple else as_tuple("plans", plans, "TransferPlan"):
             if type(plan) is not TransferPlan:
                 check_type("plans", plan, TransferPlan)
-            if plan.destination is not Tier.DEVICE:
+            if plan.destination is not DEVICE:
                 continue
             latest = last_uses.latest(plan.destination_ids) if last_uses.are_covered else 0
             if not latest:
@@ -333,8 +345,8 @@ class CoreLedger(CacheBase):
         """Hold the blocks of `requests` while a forward touches them, even if the requests end meanwhile."""
         held = as_tuple("requests", requests, "LedgerRequest")
         for request in held:
-            if self.own(request).state is not State.RUNNING:
-                require(request, "step", State.ALLOCATED, State.RUNNING)
+            if self.own(request).state is not RUNNING:
+                require(request, "step", ALLOCATED, RUNNING)
                 require_no_holes(request, "step")
         with self.hold(held):
             yield
@@ -348,7 +360,7 @@ class CoreLedger(CacheBase):
             for hook in self.hooks.on_step:
                 hook(request)
             request.num_steps += 1
-            request.computing = Computing.ITS_BLOCKS
+            request.computing = COMPUTES_ITS_BLOCKS
         self._num_steps += 1
         self.steps[self._num_steps] = step = Step(self._num_steps, held)
         self.moves.step_begun(step)
@@ -369,7 +381,7 @@ class CoreLedger(CacheBase):
                 if request in self.closing:
                     self.closing.discard(request)
                     self._give_back(request)
-                elif request.state is State.DRAINING and request.load is not None:
+                elif request.state is DRAINING and request.load is not None:
                     wakes += request.load.conclude()
                 else:
                     slide_windows(self.cache, request)
@@ -387,7 +399,7 @@ class CoreLedger(CacheBase):
         self.own(request)
         if self.live_requests.get(request.request_id) is not request:
             raise WrongState(f"release: {request} is {request.state.name} already")
-        done = request.state is State.RUNNING and request.has_committed and reason == "closed_early"
+        done = request.state is RUNNING and request.has_committed and reason == "closed_early"
         try:
             return self._commits.offer_last(request) if done and request.epoch == self.cache.epoch else ()
         finally:
@@ -403,7 +415,7 @@ class CoreLedger(CacheBase):
             del self.live_requests[request.request_id]
             if not done:
                 request.reason = reason
-            self.moves.request(request, State.DONE if done else State.ABORTED)
+            self.moves.request(request, DONE if done else ABORTED)
             if not request.num_steps:
                 for released in self.hooks.on_released:
                     released(request)
@@ -444,4 +456,4 @@ def _device_tier(num_device_blocks: int, device_pool: DevicePool | None, order: 
     check_has("device_pool", device_pool, "DevicePool", "num_blocks num_free take give free_ids", ConfigError)
     for name in ("num_blocks", "num_free"):  # a numpy integer, for example, would make every sum one
         check_int(f"device_pool.{name}", getattr(device_pool, name), 0, error=ConfigError)
-    return TierBlocks(Tier.DEVICE, device_pool, order)
+    return TierBlocks(DEVICE, device_pool, order)

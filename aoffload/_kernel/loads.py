@@ -45,7 +45,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .._common.arguments import check_int
-from .._common.tiers import BELOW, HIT_TIERS, Tier
+from .._common.tiers import BELOW, DEVICE, HIT_TIERS
 from ..errors import WrongState
 from .cache import PrefixCache
 from .hooks import Hooks
@@ -56,8 +56,7 @@ from .leases import RequestLeases, checkpoint_ids, slide_windows, step_back
 from .moves import Moves
 from .plans import TransferPlan
 from .records import NO_LIMIT, BlockTable, Job, LedgerRequest, Load, Run, Waiter, do_nothing
-from .states import Computing, require
-from .states import RequestState as State
+from .states import ALLOCATED, COMPUTES_ITS_BLOCKS, DRAINING, LOADING, REQUEUED, RUNNING, require
 from .waiting import Admission, waiting_error
 
 
@@ -80,12 +79,12 @@ class Loads:
         units_per_job: Sequence[int] = (),
     ) -> tuple[TransferPlan, ...]:
         """Start loading the host hit onto the device; see `Ledger.plan_load`."""
-        if request.state is not State.ALLOCATED:  # the common case
-            require(request, "load", State.ALLOCATED, State.LOADING, State.DRAINING, State.REQUEUED, State.RUNNING)
+        if request.state is not ALLOCATED:  # the common case
+            require(request, "load", ALLOCATED, LOADING, DRAINING, REQUEUED, RUNNING)
         limit = NO_LIMIT
         if max_tokens is not None:
             limit = check_int("max_tokens", max_tokens, 0) // self.cache.layout.unit_tokens
-        if request.state is State.RUNNING:
+        if request.state is RUNNING:
             if self.lost_to_reset(request):
                 self._requeue(request, request.published, wake)
             return ()
@@ -94,7 +93,7 @@ class Loads:
             pending.wake = wake
             return ()
         if request.waiter is not None:
-            if request.state is not State.REQUEUED:
+            if request.state is not REQUEUED:
                 raise waiting_error(request, "load")
             request.waiter.wake = wake
             return ()
@@ -117,9 +116,9 @@ class Loads:
             request.load = load = Load(request.published, wake, partial(self._conclude, request), request.ticket)
         if load is None:
             self.request_leases.end_host_lease(request)
-            self.moves.request(request, State.RUNNING)
+            self.moves.request(request, RUNNING)
             return ()
-        self.moves.request(request, State.LOADING)
+        self.moves.request(request, LOADING)
         if not load.jobs:
             self._conclude(request)
         return tuple([job.plan for job in jobs])
@@ -128,9 +127,9 @@ class Loads:
         """See `Ledger.lost_to_reset`."""
         return (
             request.epoch != self.cache.epoch
-            and request.state is State.RUNNING
+            and request.state is RUNNING
             and 0 < request.ready_stop * self.cache.layout.unit_tokens == request.num_computed_tokens
-            and request.computing is not Computing.ITS_BLOCKS
+            and request.computing is not COMPUTES_ITS_BLOCKS
             and request.waiter is None
         )
 
@@ -191,7 +190,7 @@ class Loads:
         if wanted and sum([number for _, _, number in wanted]) > self.admission.num_available:
             return False
         for table, first, number in wanted:
-            table.fill(first, stop, self.cache.take(Tier.DEVICE, number))
+            table.fill(first, stop, self.cache.take(DEVICE, number))
         return True
 
     def on_its_way(self, path: list[Run], start: int, stop: int) -> tuple[list[Job], int]:
@@ -199,33 +198,33 @@ class Loads:
         device holds all units without a gap once these jobs have landed."""
         if not self.cache.layout.full.width:
             return [], stop
-        there, last = present_stop(path, Tier.DEVICE, start, stop), path[-1]
-        if last.start <= there and last.parts[Tier.DEVICE].incoming is None:  # the common case
+        there, last = present_stop(path, DEVICE, start, stop), path[-1]
+        if last.start <= there and last.parts[DEVICE].incoming is None:  # the common case
             return [], there
-        return jobs_bringing(stretches(last, there, stop), Tier.DEVICE, there)
+        return jobs_bringing(stretches(last, there, stop), DEVICE, there)
 
     def _plan_units(self, request: LedgerRequest, load: Load, component: Component, start: int, stop: int) -> list[Job]:
         """Plan jobs that load units `[start, stop)` into blocks of the request, which the jobs own from now on."""
         if start >= stop or not component.width:
             return []
-        run, table = request.leases[Tier.DEVICE].run, request.tables[component.number]
+        run, table = request.leases[DEVICE].run, request.tables[component.number]
         ids = table.take(start, stop)
-        return self.jobs.plan(request, BELOW, Tier.DEVICE, run, component, start, stop, ids, load.units_per_job)
+        return self.jobs.plan(request, BELOW, DEVICE, run, component, start, stop, ids, load.units_per_job)
 
     def _give_back(self, request: LedgerRequest, component: Component, start: int, stop: int) -> None:
         """Free the request's blocks for units `[start, stop)`, which other jobs bring or have brought."""
         if start < stop:
-            self.cache.give(Tier.DEVICE, request.tables[component.number].null(start, stop))
+            self.cache.give(DEVICE, request.tables[component.number].null(start, stop))
 
     def _bring_window(
         self, request: LedgerRequest, load: Load, component: Component, start: int, new: list[Job]
     ) -> list[Job]:
         """Adopt, share and plan the units of a window component from `start` on. Adds the planned jobs to `new`.
         Returns the shared jobs."""
-        run = request.leases[Tier.DEVICE].run
+        run = request.leases[DEVICE].run
         shared: dict[Job, None] = {}
         missing: list[range] = []
-        place = run.place(Tier.DEVICE, component.number)
+        place = run.place(DEVICE, component.number)
         for each, begin, end in stretches(run, start, load.stop):
             part = each.parts[place]
             first, stop = covered(part)
@@ -246,16 +245,16 @@ class Loads:
         self, request: LedgerRequest, load: Load, component: Component, new: list[Job]
     ) -> Iterable[Job]:
         """Adopt, share or plan the checkpoint at the end of the load, as `_bring_window`."""
-        run, unit, checkpoints = request.leases[Tier.DEVICE].run, load.stop - 1, request.checkpoints
+        run, unit, checkpoints = request.leases[DEVICE].run, load.stop - 1, request.checkpoints
         assert checkpoints is not None
-        part = run.part(Tier.DEVICE, component.number)
+        part = run.part(DEVICE, component.number)
         if part.first <= unit < part.stop:
             return ()
         shared = [job for job in jobs_into(part) if job.start <= unit < job.stop]
         if not shared:
             ids, checkpoints.incoming = checkpoints.incoming, array("i")
             new += self.jobs.plan(
-                request, BELOW, Tier.DEVICE, run, component, unit, load.stop, ids, load.units_per_job
+                request, BELOW, DEVICE, run, component, unit, load.stop, ids, load.units_per_job
             )  # fmt: skip
         return shared
 
@@ -276,16 +275,16 @@ class Loads:
             return []
         ready = start  # after a reset, no unit counts: others may have published older KV on the same path
         if is_current and run is not None:
-            ready = max(start, held_stop(layout, run.whole_path(), Tier.DEVICE, start, load.stop))
+            ready = max(start, held_stop(layout, run.whole_path(), DEVICE, start, load.stop))
         num_missing = 0
         for table, component in zip(request.tables, layout.paged, strict=True):
             first = max(start, component.first_unit(ready))
             if table.width and start < ready:
                 if start < first:
-                    self.cache.give(Tier.DEVICE, table.null(start, first))
-                ids = held_ids(run, Tier.DEVICE, component.number, first, ready)
+                    self.cache.give(DEVICE, table.null(start, first))
+                ids = held_ids(run, DEVICE, component.number, first, ready)
                 if component.number:
-                    self.cache.give(Tier.DEVICE, table.exchange(first, ids))
+                    self.cache.give(DEVICE, table.exchange(first, ids))
                 else:  # null so far: these units were given back, or belong to jobs
                     table.put(first, ids)
             num_missing += table.num_null(ready, num_units)
@@ -307,11 +306,11 @@ class Loads:
                 return []
             for table in request.tables:
                 if number := table.num_null(ready, num_units):
-                    table.fill(ready, num_units, self.cache.take(Tier.DEVICE, number))
+                    table.fill(ready, num_units, self.cache.take(DEVICE, number))
         if request.checkpoints is not None and ready < load.stop:
             self.request_leases.plan_again(request)
         request.load = None
-        self.moves.request(request, State.RUNNING)
+        self.moves.request(request, RUNNING)
         return [load.wake]
 
     def _requeue(self, request: LedgerRequest, ready: int, wake: Callable[[], object]) -> None:
@@ -320,12 +319,12 @@ class Loads:
         if request.num_steps:
             if request.load is not None:
                 request.load.stop = ready
-            if request.state is State.LOADING:
-                self.moves.request(request, State.DRAINING)
+            if request.state is LOADING:
+                self.moves.request(request, DRAINING)
             return
         num_units = request.num_units
         self.request_leases.release_all(request)
-        self.moves.request(request, State.REQUEUED)
+        self.moves.request(request, REQUEUED)
         self.admission.enqueue(Waiter(request, num_units, wake))
 
 
@@ -339,5 +338,5 @@ def has_holes(request: LedgerRequest) -> bool:
 
 def require_no_holes(request: LedgerRequest, call: str) -> None:
     """Refuse `call` while window tables have holes, since the host hit was neither loaded nor declined."""
-    if request.state is State.ALLOCATED and has_holes(request):
+    if request.state is ALLOCATED and has_holes(request):
         raise WrongState(f"{call}: load the host hit of {request} first, or decline it: load(max_tokens=0)")

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import IllegalTransition
 from .events import Event, JobMoved, Observer, RequestMoved, StepBegun, StepEnded
 from .records import Job, LedgerRequest, Step
-from .states import JOB_MOVES, REQUEST_MOVES, JobState, RequestState, State, Stateful
+from .states import ALLOCATED, JOB_MOVES, REQUEST_MOVES, JobState, RequestState, State, Stateful
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class Moves:
             request.since_s = self.clock()
         request.state = state
         if self.observer is not None and self._is_wanted(RequestMoved, state):
-            num_blocks = request.num_blocks if state is RequestState.ALLOCATED else 0
+            num_blocks = request.num_blocks if state is ALLOCATED else 0
             computed, lost = request.num_computed_tokens, request.num_lost_tokens
             moved = RequestMoved(request, old, state, request.reason, request.match, num_blocks, computed, lost)
             self.unreported.append(moved)

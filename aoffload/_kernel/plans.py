@@ -18,7 +18,7 @@ import attrs
 from .._common.arguments import check_int, check_text, number_of, shown
 from .._common.tiers import Tier
 from ..errors import InvalidArgument
-from .states import Direction, Outcome
+from .states import LOAD, STORE, Direction, Outcome
 
 
 class StoreScope(enum.Enum):
@@ -69,7 +69,7 @@ class TransferPlan:
 
     @property
     def direction(self) -> Direction:
-        return Direction.LOAD if self.destination < self.source else Direction.STORE
+        return LOAD if self.destination < self.source else STORE
 
     @property
     def num_blocks(self) -> int:

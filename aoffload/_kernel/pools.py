@@ -35,7 +35,7 @@ from .layout import Component
 from .plans import TierStatistics
 from .protocols import BlockWatcher, DevicePool, EvictionOrder
 from .records import MIN_FOR_NUMPY, LedgerRequest, Part
-from .states import RequestState
+from .states import ALLOCATED, RUNNING
 
 
 class FreeList:
@@ -122,17 +122,16 @@ class ExtentPool:
 
     def _find(self, wanted: int) -> int:
         """The start of a free extent of at least `wanted` blocks; otherwise of one in the largest size class."""
-        classes, number, num_tries = self._classes, wanted.bit_length(), 0
+        classes, number = self._classes, wanted.bit_length()
         exact = classes[number]
-        for start in exact:
-            if self._stop_of[start] - start >= wanted:
-                return start
-            num_tries += 1
+        for num_tries, start in enumerate(exact):
             if num_tries == MAX_TRIES:
                 break
-        for number in range(number + 1, len(classes)):
-            if classes[number]:
-                return next(iter(classes[number]))
+            if self._stop_of[start] - start >= wanted:
+                return start
+        for larger in range(number + 1, len(classes)):
+            if classes[larger]:
+                return next(iter(classes[larger]))
         for start in exact:  # no larger class has one: search its class before handing out several extents
             if self._stop_of[start] - start >= wanted:
                 return start
@@ -312,7 +311,7 @@ class TierBlocks:
         self.pool.give(block_ids)
 
 
-_COMPUTING = (RequestState.ALLOCATED, RequestState.RUNNING)
+_COMPUTING = (ALLOCATED, RUNNING)
 
 
 def absent_tier(tier: Tier) -> TierBlocks:

@@ -64,11 +64,28 @@ import numpy as np
 
 from .._common.arguments import shown
 from .._common.prefix import Hasher, KeySpan, Root
-from .._common.tiers import Tier
+from .._common.tiers import DEVICE, Tier
 from ..errors import CommitError, OutOfBlocks
 from .layout import within
 from .plans import NO_MATCH, Completion, PrefixMatch, TransferPlan
-from .states import Computing, JobState, NoEpoch, RequestState
+from .states import (
+    ABORTED,
+    COMPUTES_NOTHING,
+    DONE,
+    DRAINING,
+    JOB_DISCARDED,
+    JOB_QUEUED,
+    LOADING,
+    MATCHED,
+    PINNED,
+    QUEUED,
+    REQUEUED,
+    STRANDED,
+    Computing,
+    JobState,
+    NoEpoch,
+    RequestState,
+)
 from .tokens import TokenSequence, hash_run
 
 
@@ -350,7 +367,7 @@ class Job:
         """The unsettled job that brings the units before this job's. Publishing waits for it, in prefix order."""
         self.request_id = request_id
         """The request that caused it; empty for write-back before eviction."""
-        self.state: JobState = JobState.QUEUED
+        self.state: JobState = JOB_QUEUED
         self.claims: dict[Load, None] = {}
         """The loads that wait for this job, as an ordered set. A queued load job without claims is discarded."""
         self.followers: list[Job] = []
@@ -382,7 +399,7 @@ class Job:
 
     @property
     def is_settled(self) -> bool:
-        return self.completion is not None or self.state is JobState.DISCARDED
+        return self.completion is not None or self.state is JOB_DISCARDED
 
 
 class Load:
@@ -570,9 +587,9 @@ class Checkpoints:
 
 
 _MAY_MATCH_AGAIN = (
-    RequestState.QUEUED, RequestState.MATCHED, RequestState.PINNED, RequestState.REQUEUED, RequestState.STRANDED,
+    QUEUED, MATCHED, PINNED, REQUEUED, STRANDED,
 )  # fmt: skip
-_LOAD_NOT_OVER = (RequestState.LOADING, RequestState.DRAINING, RequestState.REQUEUED)
+_LOAD_NOT_OVER = (LOADING, DRAINING, REQUEUED)
 
 
 class LedgerRequest:
@@ -606,7 +623,7 @@ class LedgerRequest:
         """A match ends at a multiple of this number of units."""
         self.store_limit = store_limit
         """End of the units that may be stored."""
-        self.state: RequestState = RequestState.QUEUED
+        self.state: RequestState = QUEUED
         self.reason = ""
         """Why it was aborted, or will be: a cancelled request ends once its task has left it."""
         self.match: PrefixMatch = NO_MATCH
@@ -636,7 +653,7 @@ class LedgerRequest:
         self.num_lost_tokens = 0
         """Tokens that its loads failed to bring to the device."""
         self.waiter: Waiter | None = None
-        self.computing: Computing = Computing.NOTHING
+        self.computing: Computing = COMPUTES_NOTHING
         self.num_steps = 0
         """Number of steps under way that touch its blocks. No block is given back before all of them end."""
         self.last_step = 0
@@ -655,7 +672,7 @@ class LedgerRequest:
 
     @property
     def is_over(self) -> bool:
-        return self.state in (RequestState.DONE, RequestState.ABORTED)
+        return self.state in (DONE, ABORTED)
 
     @property
     def given_tokens(self) -> int:
@@ -665,7 +682,7 @@ class LedgerRequest:
     @property
     def device_run(self) -> Run | None:
         """The last run of the path that it leases on the device."""
-        lease = self.leases.get(Tier.DEVICE)
+        lease = self.leases.get(DEVICE)
         return None if lease is None else lease.run
 
     @property
@@ -687,7 +704,7 @@ class LedgerRequest:
     @property
     def holds_device_blocks(self) -> bool:
         granted = self.waiter is not None and bool(self.waiter.granted)
-        return self.num_units > 0 or granted or Tier.DEVICE in self.leases or self.reserve is not None
+        return self.num_units > 0 or granted or DEVICE in self.leases or self.reserve is not None
 
     def all_leases(self) -> list[Lease]:
         return [*self.leases.values()] if self.reserve is None else [self.reserve, *self.leases.values()]

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from ..errors import WrongState
 
 
-class Direction(enum.Enum):
+class Plain(enum.Enum):
+    """Base of enums that are hashed often: the hash of `Enum` is a Python function, that of `object` is not."""
+
+    __hash__ = object.__hash__  # differs between processes, which is harmless: no set of states is iterated
+
+
+class Direction(Plain):
     """The direction of a copy: a load goes up the tiers, a store down."""
 
     LOAD = "load"
     STORE = "store"
 
 
-class Outcome(enum.Enum):
+class Outcome(Plain):
     """How a transfer ended. Only `UNPROVEN` leaves its destination in doubt."""
 
     LANDED = "landed"
@@ -36,12 +42,6 @@ class Outcome(enum.Enum):
     REFUSED = "refused"
     """Nothing was copied, because the lower tier failed lately and is not tried for a while. The ledger treats it as
     FAILED."""
-
-
-class Plain(enum.Enum):
-    """Base of enums that are hashed often: the hash of `Enum` is a Python function, that of `object` is not."""
-
-    __hash__ = object.__hash__  # differs between processes, which is harmless: no set of states is iterated
 
 
 class RequestState(Plain):
@@ -93,6 +93,35 @@ class NoEpoch(enum.Enum):
     """A reset of the device tier has made the blocks of the request unfindable, or the weights have changed since it
     began. Only requests have this value."""
 
+
+QUEUED: Final = RequestState.QUEUED
+MATCHED: Final = RequestState.MATCHED
+PINNED: Final = RequestState.PINNED
+ALLOCATED: Final = RequestState.ALLOCATED
+LOADING: Final = RequestState.LOADING
+DRAINING: Final = RequestState.DRAINING
+REQUEUED: Final = RequestState.REQUEUED
+STRANDED: Final = RequestState.STRANDED
+RUNNING: Final = RequestState.RUNNING
+PREEMPTED: Final = RequestState.PREEMPTED
+DONE: Final = RequestState.DONE
+ABORTED: Final = RequestState.ABORTED
+JOB_QUEUED: Final = JobState.QUEUED
+JOB_LAUNCHED: Final = JobState.LAUNCHED
+JOB_COMPLETED: Final = JobState.COMPLETED
+JOB_FAILED: Final = JobState.FAILED
+JOB_DISCARDED: Final = JobState.DISCARDED
+LOAD: Final = Direction.LOAD
+STORE: Final = Direction.STORE
+LANDED: Final = Outcome.LANDED
+FAILED: Final = Outcome.FAILED
+CORRUPT: Final = Outcome.CORRUPT
+UNPROVEN: Final = Outcome.UNPROVEN
+REFUSED: Final = Outcome.REFUSED
+COMPUTES_NOTHING: Final = Computing.NOTHING
+COMPUTES_ITS_BLOCKS: Final = Computing.ITS_BLOCKS
+COMPUTES_LOST_BLOCKS: Final = Computing.LOST_BLOCKS
+# The members as constants: see `_common/tiers`.
 
 _R = RequestState
 _J = JobState

@@ -45,7 +45,7 @@ from itertools import chain
 from operator import attrgetter
 
 from .._common.arguments import check_int
-from .._common.tiers import Tier
+from .._common.tiers import DEVICE
 from ..errors import OutOfBlocks, WrongState
 from .cache import PrefixCache
 from .events import ExtensionRefused
@@ -54,8 +54,7 @@ from .leases import RequestLeases
 from .moves import Moves
 from .plans import Extension
 from .records import LedgerRequest, Waiter, call_all, do_nothing
-from .states import RequestState as State
-from .states import require
+from .states import ALLOCATED, PINNED, REQUEUED, RUNNING, STRANDED, require
 
 
 @dataclass(slots=True, eq=False)
@@ -103,15 +102,15 @@ class Admission:
         num_units = self._units_to_allocate(request, num_tokens)
         would_overtake = bool(self.queue.allocating or self.queue.extending)
         missing = self.request_leases.num_fresh(request, request.published, request.hit_stop, num_units)
-        if would_overtake or missing > self.cache.tiers[Tier.DEVICE].num_available:
+        if would_overtake or missing > self.cache.tiers[DEVICE].num_available:
             if (error := self._never_fits(request, num_units)) is not None:
                 raise error
             if would_overtake or not self._has_blocks(request, num_units):
                 missing = self.num_missing(request, num_units)
                 raise OutOfBlocks(missing, 0 if would_overtake else self.num_available, retryable=True)
             missing = self.num_missing(request, num_units)
-        self.request_leases.start_tables(request, num_units, self.cache.take(Tier.DEVICE, missing))
-        self.moves.request(request, State.ALLOCATED)
+        self.request_leases.start_tables(request, num_units, self.cache.take(DEVICE, missing))
+        self.moves.request(request, ALLOCATED)
 
     def queue_allocation(
         self, request: LedgerRequest, num_tokens: object = None, wake: Callable[[], object] = do_nothing
@@ -125,8 +124,8 @@ class Admission:
         return waiter
 
     def _units_to_allocate(self, request: LedgerRequest, num_tokens: object) -> int:
-        if request.state is not State.PINNED:
-            require(request, "allocate", State.PINNED)
+        if request.state is not PINNED:
+            require(request, "allocate", PINNED)
         if request.waiter is not None:
             raise waiting_error(request, "allocate")
         wanted = request.sequence.num_tokens if num_tokens is None else check_int("num_tokens", num_tokens, 1)
@@ -144,7 +143,7 @@ class Admission:
             self.moves.note(ExtensionRefused(request, error.num_needed, error.num_available))
             raise error
         if num_units > before:
-            self.request_leases.lengthen_tables(request, num_units, self.cache.take(Tier.DEVICE, missing))
+            self.request_leases.lengthen_tables(request, num_units, self.cache.take(DEVICE, missing))
         return self._extension(request, before)
 
     def queue_extension(
@@ -162,8 +161,8 @@ class Admission:
         return waiter
 
     def _units_to_extend(self, request: LedgerRequest, num_tokens: object) -> int:
-        if request.state is not State.RUNNING:
-            require(request, "extend", State.ALLOCATED, State.RUNNING)
+        if request.state is not RUNNING:
+            require(request, "extend", ALLOCATED, RUNNING)
         if request.waiter is not None:
             raise waiting_error(request, "extend")
         return self.cache.layout.num_units(check_int("num_tokens", num_tokens, 1))
@@ -191,15 +190,15 @@ class Admission:
             raise WrongState(f"accept: {waiter} has nothing to accept")
         request.waiter = None
         if waiter.granted is None:
-            if request.state is State.PINNED:
+            if request.state is PINNED:
                 self.request_leases.match_again(request)
-            elif request.state is State.REQUEUED:
-                self.moves.request(request, State.STRANDED)
+            elif request.state is REQUEUED:
+                self.moves.request(request, STRANDED)
             raise waiter.error  # type: ignore[misc]
         before = request.num_units
         if request.may_match_again:
             self.request_leases.start_tables(request, waiter.num_units, waiter.granted)
-            self.moves.request(request, State.ALLOCATED)
+            self.moves.request(request, ALLOCATED)
         else:
             self.request_leases.lengthen_tables(request, waiter.num_units, waiter.granted)
         return self._extension(request, before)
@@ -220,17 +219,17 @@ class Admission:
         request = waiter.request
         if request.waiter is not waiter:
             return
-        if request.state is State.REQUEUED:
+        if request.state is REQUEUED:
             raise WrongState(f"withdraw: {request} has given up its blocks and waits for others (REQUEUED): release it")
         self.leave(waiter)
-        if request.state is State.PINNED:
+        if request.state is PINNED:
             self.request_leases.match_again(request)
 
     def leave(self, waiter: Waiter) -> None:
         """Give back an unused grant, or give up the place in the queue."""
         waiter.request.waiter = None
         if waiter.granted is not None:
-            self.cache.give(Tier.DEVICE, waiter.granted)
+            self.cache.give(DEVICE, waiter.granted)
             waiter.granted = array("i")  # the waiter stays over
             return
         allocating = self.queue.allocating
@@ -251,11 +250,11 @@ class Admission:
             self._forget_match(request)
         for request in unread:
             waiter = request.waiter
-            if waiter is None and request.state is State.PINNED:
+            if waiter is None and request.state is PINNED:
                 self.request_leases.pin(request)
             elif waiter is not None and waiter.granted is not None:  # granted for a longer hit: too few blocks now
                 granted, waiter.granted = waiter.granted, None
-                self.cache.give(Tier.DEVICE, granted)
+                self.cache.give(DEVICE, granted)
                 self.enqueue(waiter)
 
     def _forget_match(self, request: LedgerRequest) -> None:
@@ -288,7 +287,7 @@ class Admission:
     def _serve(self, over: list[Waiter]) -> None:
         """Grant what can be granted, and fail waiters that never can be; both are added to `over`."""
         extending, allocating = self.queue.extending, self.queue.allocating
-        device, capacity = self.cache.tiers[Tier.DEVICE], self.capacity
+        device, capacity = self.cache.tiers[DEVICE], self.capacity
         if capacity < self._promised:  # quarantine has made the pool smaller: a waiter may no longer fit
             for waiters in (extending, allocating):
                 for waiter in tuple(waiters):
@@ -304,7 +303,7 @@ class Admission:
             if missing > device.num_available and allocating:
                 self._forget_match(allocating[0].request)  # an allocation must not block an extension
             if missing <= device.num_available:
-                waiter.granted = self.cache.take(Tier.DEVICE, missing)
+                waiter.granted = self.cache.take(DEVICE, missing)
                 extending.pop(0)
                 over.append(waiter)
                 continue
@@ -326,7 +325,7 @@ class Admission:
             if waiter.changes_seen != device.num_changes or waiter.num_missing <= device.num_available:
                 self.request_leases.refresh_match(request)  # in the step that grants
                 if self._has_blocks(request, waiter.num_units):
-                    waiter.granted = self.cache.take(Tier.DEVICE, self.num_missing(request, waiter.num_units))
+                    waiter.granted = self.cache.take(DEVICE, self.num_missing(request, waiter.num_units))
                     allocating.pop(0)
                     over.append(waiter)
                     continue
@@ -352,7 +351,7 @@ class Admission:
 
     def _ask_blocks(self) -> bool:
         """Ask extensions to free device blocks, because no other owner can. False: none did."""
-        device = self.cache.tiers[Tier.DEVICE]
+        device = self.cache.tiers[DEVICE]
         for ask in self.hooks.ask_blocks:
             before = device.num_available
             if ask() and (device.num_available > before or not isinstance(ask, GuardedHook)):
@@ -363,11 +362,11 @@ class Admission:
 
     @property
     def num_available(self) -> int:
-        return self.cache.tiers[Tier.DEVICE].num_available
+        return self.cache.tiers[DEVICE].num_available
 
     @property
     def capacity(self) -> int:
-        return self.cache.tiers[Tier.DEVICE].capacity
+        return self.cache.tiers[DEVICE].capacity
 
     def num_missing(self, request: LedgerRequest, num_units: int) -> int:
         """Blocks that tables of `num_units` units still need."""

@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterable
 import attrs
 
 from .._common.arguments import check_int, check_type, number_of, shown
-from .._common.tiers import BELOW, Tier
+from .._common.tiers import BELOW, DEVICE
 from .._extensions.assembly import AnyLedger, check_ledger
 from .._extensions.load_choice import CostChoice, LoadChoice, LoadOffer, chosen_stop, load_choice_of
 from .._extensions.status import Declined
 from .._host_cache.host_cache import HostCache
 from .._host_cache.requests import HostCacheRequest
 from .._kernel.records import LedgerRequest
-from .._kernel.states import RequestState
+from .._kernel.states import ALLOCATED, PINNED
 from .._transfer.copy_queue import CopyQueue, Link
 from .._transfer.rates import TransferRate
 from ..errors import InvalidArgument
@@ -109,7 +109,7 @@ class PrefillSpeed:
 
 MOST_TOKENS, MOST_S = 2**53, 1e9
 """Maximum of a report, so that sums of reports stay finite."""
-_BEFORE_LOAD = (RequestState.ALLOCATED, RequestState.PINNED)
+_BEFORE_LOAD = (ALLOCATED, PINNED)
 
 HearsDeclined = Callable[[str, int, float, float], object]
 """Called with a request's id, the tokens that it computes instead of loading, and the seconds to its first token with
@@ -158,7 +158,7 @@ class LoadCosts:
         check_ledger("ledger", self.ledger)
         check_type("copies", self.copies, CopyQueue)
         self._choice = load_choice_of(self.ledger.config.load_choice)
-        self._link = self.copies.link(BELOW, Tier.DEVICE)
+        self._link = self.copies.link(BELOW, DEVICE)
         self._rate = self._link.rate or TransferRate()
         self._block_bytes, self._unit_tokens = self.copies.block_bytes, self.ledger.layout.unit_tokens
         self._explained = self.ledger.reports.declined
@@ -202,7 +202,7 @@ class LoadCosts:
 
     def bound(self, record: HostCacheRequest, left_s: float | None = None) -> None:
         """Reduce the match of `record`, a request of a `HostCache`, to the part that is to be loaded."""
-        if record.state is RequestState.PINNED:
+        if record.state is PINNED:
             from_token = self.limit(record, None, left_s)
             if from_token is not None:
                 cache: HostCache = record.ledger

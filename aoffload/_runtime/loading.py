@@ -21,7 +21,7 @@ from .._common.arguments import shown
 from .._extensions.assembly import Ledger
 from .._extensions.overlap import Overlap
 from .._kernel.records import LedgerRequest, Load
-from .._kernel.states import RequestState
+from .._kernel.states import LOADING, RUNNING, STRANDED
 from .._transfer.fences import LoadedRegion, RegionFences
 from ..errors import InvalidArgument, WrongState
 from .session import Entered, Session
@@ -102,28 +102,28 @@ class LoadUnderWay:
     async def _until_over(self, record: LedgerRequest) -> int:
         request, session = self._request, self._request._session
         while record.is_loading or session.ledger.lost_to_reset(record):
-            if record.state is RequestState.RUNNING:  # a reset came between the end of the load and this task's turn
+            if record.state is RUNNING:  # a reset came between the end of the load and this task's turn
                 self._start(record)
                 continue
             if record.waiter is not None and record.waiter.is_over:
                 session.ledger.accept(record.waiter)
                 self._start(record)
                 continue
-            if record.state is not RequestState.LOADING:  # a step or a grant ends the wait
+            if record.state is not LOADING:  # a step or a grant ends the wait
                 await request._wait_for_blocks(record.waiter)
                 continue
             if session.worker.settle_in_turn():  # a small copy was made by its launch: there is no event to wait for
                 await anyio.lowlevel.checkpoint()
                 continue
             is_late = await request._wait(session.config.load_timeout_s)
-            if is_late and record.state is RequestState.LOADING:
+            if is_late and record.state is LOADING:
                 self._max_tokens = 0  # if it is requeued now, its next plan loads nothing
                 for fences in self._jobs:
                     fences.end("not there within load_timeout_s")
                 session.ledger.abandon_load(record)
-        if record.state is RequestState.STRANDED:  # it can never fit; `accept` raised that, perhaps in another task
+        if record.state is STRANDED:  # it can never fit; `accept` raised that, perhaps in another task
             raise WrongState(f"load: {record} had to give up its blocks and can never fit: leave it")
-        if record.state is not RequestState.RUNNING:
+        if record.state is not RUNNING:
             request._live()  # raises if the request is over or the runtime closed
             return 0  # preempted by another task: no blocks
         return record.num_computed_tokens
@@ -176,7 +176,7 @@ class PendingLoad(LoadUnderWay):
 
     def _is_told(self, record: LedgerRequest) -> None:
         overlap = self._request._session.ledger.find(Overlap)
-        if overlap is not None and record in overlap and record.state is RequestState.RUNNING:
+        if overlap is not None and record in overlap and record.state is RUNNING:
             found = overlap.begin_again(record)
             if found is not None and self._first_invalid_token is None:
                 self._first_invalid_token = found  # kept here: the next step resets it in the ledger
@@ -190,7 +190,7 @@ class PendingLoad(LoadUnderWay):
         record = self._request._live()
         if self._is_replaced(record) or self._is_lost(record):
             return False
-        return record.state is RequestState.RUNNING or self._request._session.ledger.overlap.can_start(record)
+        return record.state is RUNNING or self._request._session.ledger.overlap.can_start(record)
 
     def _arriving(self, session: Session[Ledger]) -> LedgerRequest:
         """The record, for a step of `session`. `WrongState` if another load of the request is under way."""

@@ -46,7 +46,20 @@ from .._host_cache.requests import HostCacheRequest
 from .._kernel.events import RequestCancelled, WaitedForBlocks
 from .._kernel.plans import NO_MATCH, Checkpoint, Extension, PrefixMatch, TransferPlan
 from .._kernel.records import LedgerRequest, Waiter
-from .._kernel.states import RequestState, require
+from .._kernel.states import (
+    ABORTED,
+    ALLOCATED,
+    DONE,
+    DRAINING,
+    LOADING,
+    PREEMPTED,
+    QUEUED,
+    REQUEUED,
+    RUNNING,
+    STRANDED,
+    RequestState,
+    require,
+)
 from .._tiers.fetch.loop import fetch
 from .._transfer.fences import Fence
 from ..errors import AoffloadError, OutOfBlocks, RequestAborted, RuntimeClosed, WrongState
@@ -79,10 +92,10 @@ def is_cancellation(error: BaseException) -> bool:
     return isinstance(error, anyio.get_cancelled_exc_class())
 
 
-OVER = (RequestState.DONE, RequestState.ABORTED)
+OVER = (DONE, ABORTED)
 WITH_TABLES = (
-    RequestState.ALLOCATED, RequestState.LOADING, RequestState.DRAINING, RequestState.RUNNING, RequestState.REQUEUED,
-    RequestState.STRANDED, RequestState.PREEMPTED,
+    ALLOCATED, LOADING, DRAINING, RUNNING, REQUEUED,
+    STRANDED, PREEMPTED,
 )  # fmt: skip
 """States with block tables, which are empty once the request has given up its blocks."""
 
@@ -203,13 +216,13 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
 
     @property
     def state(self) -> RequestState:
-        return RequestState.QUEUED if self._record is None else self._record.state
+        return QUEUED if self._record is None else self._record.state
 
     @property
     def reason(self) -> str:
         """Why it was aborted; empty otherwise."""
         record = self._record
-        return record.reason if record is not None and record.state is RequestState.ABORTED else ""
+        return record.reason if record is not None and record.state is ABORTED else ""
 
     @property
     def match(self) -> PrefixMatch:

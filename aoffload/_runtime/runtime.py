@@ -45,7 +45,7 @@ from .._common.arguments import (
 )
 from .._common.env import Env
 from .._common.prefix import Identity, TokenIds, prompt_of
-from .._common.tiers import Tier
+from .._common.tiers import DEVICE, Tier
 from .._config.config import OffloadConfig
 from .._extensions.assembly import Ledger, LedgerStatistics
 from .._extensions.status import printable
@@ -315,7 +315,7 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         try:
             num_blocks, is_outside = (
                 self.transport.num_device_blocks - 1,
-                self.ledger.cache.tiers[Tier.DEVICE].is_outside,
+                self.ledger.cache.tiers[DEVICE].is_outside,
             )
             own = {work.tier: work.extension.num_blocks for work in session.lower_tiers if isinstance(work, LowerWork)}
             self.telemetry.runtime_opened(

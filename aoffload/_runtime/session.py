@@ -27,7 +27,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 from weakref import ref
 
 import anyio
@@ -63,6 +63,10 @@ class SessionLife(enum.Enum):
     OPEN = "open"
     CLOSED = "closed"
     """Includes the time while it closes."""
+
+
+OPEN: Final = SessionLife.OPEN
+CLOSED: Final = SessionLife.CLOSED
 
 
 class PromptOptions(Identity, RequestOptions, total=False):
@@ -187,7 +191,7 @@ class Session(Generic[AnyFace]):
 
     @property
     def is_open(self) -> bool:
-        return self.life is SessionLife.OPEN
+        return self.life is OPEN
 
     @property
     def is_bound(self) -> bool:
@@ -211,7 +215,7 @@ class Session(Generic[AnyFace]):
 
     def check_usable(self) -> None:
         """Raise unless the runtime is open and this is its process and thread."""
-        if self.life is not SessionLife.OPEN or os.getpid() != self._process_id or get_ident() != self._thread_id:
+        if self.life is not OPEN or os.getpid() != self._process_id or get_ident() != self._thread_id:
             raise self._why_not()
 
     def check_may_read(self) -> None:
@@ -223,13 +227,13 @@ class Session(Generic[AnyFace]):
     def check_loop(self) -> None:
         """Raise in any event loop other than that of the runtime, even in the same thread. A wait in another loop would
         never end, because completions wake only the loop in which the runtime was opened."""
-        if self.env.running_loop() is not self.loop and self.life is SessionLife.OPEN and self.is_here:
+        if self.env.running_loop() is not self.loop and self.life is OPEN and self.is_here:
             raise WrongThread("the runtime belongs to the event loop that it was opened in: make one for each loop")
 
     def _why_not(self) -> AoffloadError:
         if self.is_in_fork:
             return self._why_not_here()
-        if self.life is SessionLife.CLOSED:
+        if self.life is CLOSED:
             return RuntimeClosed("the runtime is closed: its `async with` block is over")
         if not self.is_open:
             return RuntimeClosed("the runtime is not open: use it inside its `async with` block")
@@ -265,7 +269,7 @@ class Session(Generic[AnyFace]):
 
     def call_later(self, function: Callable[[], None]) -> None:
         """For finalisers, which run in any thread, or in the middle of a ledger change. Does nothing once closed."""
-        if self.life is SessionLife.OPEN and os.getpid() == self._process_id:
+        if self.life is OPEN and os.getpid() == self._process_id:
             self.worker.call_soon(function)
 
     def begin(self) -> None:
@@ -326,7 +330,7 @@ class Session(Generic[AnyFace]):
             self.costs.forget(record.request_id)
         fence = self._fences.pop(record.request_id, None)
         self.worker.submit(self.ledger.release(record, reason), fence)
-        if self.life is SessionLife.OPEN:  # no write-back into a cache that closes
+        if self.life is OPEN:  # no write-back into a cache that closes
             self.write_back()
 
     def end(self, record: LedgerRequest, reason: str) -> None:

@@ -29,7 +29,7 @@ from .._common.arguments import as_tuple, check_callable, check_type, shown
 from .._common.prefix import TokenIds
 from .._extensions.assembly import Ledger
 from .._kernel.records import LedgerRequest
-from .._kernel.states import Computing, RequestState
+from .._kernel.states import ABORTED, COMPUTES_LOST_BLOCKS, DONE, PREEMPTED
 from .._transfer.fences import Fence
 from ..errors import CommitError, InvalidArgument, WrongState
 from .loading import PendingLoad
@@ -38,7 +38,7 @@ from .session import Session
 
 Result = TypeVar("Result")
 LedgerStep = AbstractContextManager[None]
-GONE = (RequestState.DONE, RequestState.ABORTED, RequestState.PREEMPTED)
+GONE = (DONE, ABORTED, PREEMPTED)
 
 
 @attrs.frozen
@@ -197,7 +197,7 @@ def commit_step(session: Session[Ledger], computed: Iterable[Computed], after: F
 def _is_gone(request: Request) -> bool:
     """Whether the KV computed for it is lost: the request is over, or has given up the blocks of its step."""
     record = request._record
-    is_lost = record is not None and record.computing is Computing.LOST_BLOCKS
+    is_lost = record is not None and record.computing is COMPUTES_LOST_BLOCKS
     return is_lost or request.state in GONE
 
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 import attrs
 
 from .._common.arguments import as_tuple, check_bool, check_callable, check_has, check_int, check_type
-from .._common.tiers import LOWER_TIERS, TIERS, Tier
+from .._common.tiers import DEVICE, LOWER_TIERS, TIERS, Tier
 from .._config.config import OffloadConfig
 from .._config.tiers import parse_bytes
 from .._extensions.assembly import AnyLedger, check_ledger
@@ -32,7 +32,7 @@ from .._kernel.events import CacheTurnedOff, Event, Observer, TransportRecovered
 from .._kernel.plans import Completion, TransferPlan, check_completion
 from .._kernel.pools import TierBlocks
 from .._kernel.records import do_nothing
-from .._kernel.states import JobState, Outcome
+from .._kernel.states import CORRUPT, FAILED, JOB_QUEUED, LANDED, UNPROVEN, Outcome
 from ..errors import DeviceGone, ExtensionError, TransferRefused
 from .fences import Fence, RegionWatch
 from .rates import TransferRate
@@ -115,7 +115,7 @@ class Link:
         """Remove a job that has ended from the jobs in flight."""
         self.bytes_over += completion.num_bytes
         if self.rate is not None:
-            is_whole = completion.outcome in (Outcome.LANDED, Outcome.CORRUPT)  # corrupt blocks were copied, too
+            is_whole = completion.outcome in (LANDED, CORRUPT)  # corrupt blocks were copied, too
             num_bytes = self.in_flight[completion.job_id].num_bytes if is_whole else completion.num_bytes
             self.rate.ended(num_bytes, now)
         if next(iter(self.in_flight)) == completion.job_id:
@@ -160,19 +160,19 @@ class Link:
             if job_id in self.in_flight:
                 self.bytes_over += self.in_flight[job_id].num_bytes
             self.forget(job_id)
-            if self.late_outcome is Outcome.UNPROVEN:
+            if self.late_outcome is UNPROVEN:
                 self.overdue.add(job_id)
 
     def may_settle(self, job_id: int) -> bool:
         """Whether the queue may settle a job that it has given up: True unless the job is known to have reported
         since."""
-        return self.late_outcome is not Outcome.UNPROVEN or job_id in self.overdue
+        return self.late_outcome is not UNPROVEN or job_id in self.overdue
 
     @property
     def late_outcome(self) -> Outcome:
         """The outcome of a job that is given up: FAILED if a late copy could do no harm."""
         is_doubtful = TIERS[self.source].leaves_doubt and TIERS[self.destination].leaves_doubt
-        return Outcome.UNPROVEN if is_doubtful else Outcome.FAILED
+        return UNPROVEN if is_doubtful else FAILED
 
     @property
     def next_deadline(self) -> float:
@@ -314,7 +314,7 @@ class CopyQueue:
             link.queue.append((plan, after))
             num_bytes = len(plan.source_ids) * self.block_bytes
             link.queued_bytes += num_bytes
-            if plan.source is Tier.DEVICE:
+            if plan.source is DEVICE:
                 computed_bytes += num_bytes
         self._step_bytes = max(self._step_bytes, computed_bytes)
         self._dispatch()
@@ -363,13 +363,13 @@ class CopyQueue:
                     if self._inbox and self._inbox[-1].job_id == job_id:  # copied by `launch` itself
                         link.reported.add(job_id)
                 except TransferRefused as error:
-                    self.deliver(Completion(job_id, Outcome.FAILED, error=str(error)))
+                    self.deliver(Completion(job_id, FAILED, error=str(error)))
                     if isinstance(error, DeviceGone):
                         self.turn_off(str(error))
                 except Exception as error:  # noqa: BLE001 - a driver error: the copy may have begun, the engine goes on
-                    self.deliver(Completion(job_id, Outcome.UNPROVEN, error=repr(error)))
+                    self.deliver(Completion(job_id, UNPROVEN, error=repr(error)))
                 except BaseException:  # a signal handler raised: the copy may have begun, and the caller gets the error
-                    self.deliver(Completion(job_id, Outcome.UNPROVEN, error="the launch was interrupted"))
+                    self.deliver(Completion(job_id, UNPROVEN, error="the launch was interrupted"))
                     raise
 
     # -- completions ----------------------------------------------------------------------------------------------
@@ -409,7 +409,7 @@ class CopyQueue:
         while self._inbox:
             completion = self._inbox.popleft()
             job = self.ledger.jobs.unsettled.get(completion.job_id)
-            if job is not None and job.state is JobState.QUEUED:
+            if job is not None and job.state is JOB_QUEUED:
                 continue  # it was never launched, so the completion cannot be of this job
             for link in self._links.values():
                 if completion.job_id in link.in_flight:
@@ -418,15 +418,15 @@ class CopyQueue:
                 # stays stopped until another completion proves that the copy is over. The transport does not query a
                 # fence again that has raised: its answer would reflect the error state of the device, and prove
                 # nothing.
-                if completion.job_id in link.overdue and completion.outcome is not Outcome.UNPROVEN:
+                if completion.job_id in link.overdue and completion.outcome is not UNPROVEN:
                     link.overdue.discard(completion.job_id)
                     if not link.overdue:
                         self._report(TransportRecovered(link.source, link.destination))
-            if completion.outcome is Outcome.UNPROVEN:
+            if completion.outcome is UNPROVEN:
                 self._tell_given_up(completion.job_id)
             self.call_ledger(self.ledger.settle, completion)
             self.regions.settle(completion)
-            if completion.outcome in (Outcome.FAILED, Outcome.UNPROVEN):
+            if completion.outcome in (FAILED, UNPROVEN):
                 self._check_device()
 
     def call_ledger(self, function: Callable[..., Any], *args: object) -> Any:
@@ -470,7 +470,7 @@ class CopyQueue:
         for link in tuple(self._links.values()):
             if link.next_deadline <= now:
                 late = [job_id for job_id, job in link.in_flight.items() if job.deadline <= now]
-                if link.late_outcome is Outcome.UNPROVEN:
+                if link.late_outcome is UNPROVEN:
                     self._report(TransportStalled(link.source, link.destination, len(late)))
                 self._give_up(link, late, "no end within transfer_timeout_s")
         self.call_ledger(self._lapse, now)
@@ -504,7 +504,7 @@ class CopyQueue:
             given_up = Completion(job_id, link.late_outcome, error=error)
             self.call_ledger(self.ledger.settle, given_up)
             self.regions.settle(given_up)
-        if link.late_outcome is Outcome.UNPROVEN:
+        if link.late_outcome is UNPROVEN:
             self._discard_queued(link)
         self._dispatch()
         self.ended()

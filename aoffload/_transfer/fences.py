@@ -18,7 +18,7 @@ import attrs
 
 from .._common.arguments import as_tuple, check_has, check_int
 from .._kernel.plans import Completion
-from .._kernel.states import Outcome
+from .._kernel.states import LANDED
 from ..errors import RegionNotLoaded
 
 
@@ -349,4 +349,4 @@ class RegionWatch:
 
 def _error_of(completion: Completion) -> str:
     """The error for the fences; empty if everything has landed."""
-    return "" if completion.outcome is Outcome.LANDED else f"{completion.outcome.value}: {completion.error}"
+    return "" if completion.outcome is LANDED else f"{completion.outcome.value}: {completion.error}"

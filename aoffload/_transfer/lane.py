@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 
 from .._common.env import Env
 from .._kernel.plans import Completion, TransferPlan
-from .._kernel.states import Direction, Outcome
+from .._kernel.states import CORRUPT, FAILED, LANDED, STORE, UNPROVEN, Direction
 from ..errors import DeviceGone, TransferRefused
 from .backends.base import CopyBackend, CopyStopped, LostDevice
 from .fences import PASSED, Fence, is_known_to_have_passed
@@ -418,7 +418,7 @@ class CopyLane:
             self._loss.notice(doubt)
             return _in_doubt(plan, f"{reason}, then {doubt!r}")
         proven = self._proven(plan, num_copied, began_s)
-        return attrs.evolve(proven, outcome=Outcome.FAILED, corrupt=(), error=reason)
+        return attrs.evolve(proven, outcome=FAILED, corrupt=(), error=reason)
 
     def _proven(self, plan: TransferPlan, num_copied: int, began_s: float) -> Completion:
         """The completion of a copy whose leading `num_copied` blocks are at their destination, after verification."""
@@ -430,17 +430,17 @@ class CopyLane:
         counts.num_blocks += num_copied
         duration_s = max(0.0, now_s - began_s)  # a clock that goes back costs a duration, not the thread
         num_bytes = num_copied * self._backend.block_bytes
-        landed = Completion(plan.job_id, Outcome.LANDED, num_copied, num_bytes=num_bytes, duration_s=duration_s)
+        landed = Completion(plan.job_id, LANDED, num_copied, num_bytes=num_bytes, duration_s=duration_s)
         try:
             self._backend.after_copy(plan)
             corrupt = () if self._checksums is None else self._verify(plan, num_copied, self._checksums)
             self._backend.after_verify(plan)
         except Exception as error:  # noqa: BLE001 - reading back failed: the copy is over, and nothing proven
             self._loss.notice(error)
-            return attrs.evolve(landed, outcome=Outcome.FAILED, num_landed=0, error=repr(error))
+            return attrs.evolve(landed, outcome=FAILED, num_landed=0, error=repr(error))
         if corrupt:
             problem = f"{len(corrupt)} of {num_copied} blocks hold other bytes than were stored"
-            return attrs.evolve(landed, outcome=Outcome.CORRUPT, num_landed=corrupt[0], corrupt=corrupt, error=problem)
+            return attrs.evolve(landed, outcome=CORRUPT, num_landed=corrupt[0], corrupt=corrupt, error=problem)
         return landed
 
     def _verify(self, plan: TransferPlan, num_copied: int, checksums: BlockChecksums) -> tuple[int, ...]:
@@ -449,7 +449,7 @@ class CopyLane:
         Checksums are taken from the source blocks, which the job still leases, so a load also notices a store that was
         not over yet when its fence passed.
         """
-        if self.direction is Direction.STORE:
+        if self.direction is STORE:
             for block_id, host_id in zip(plan.source_ids[:num_copied], plan.destination_ids, strict=False):
                 checksums.record(host_id, self._backend.device_block(block_id))
             return ()
@@ -466,11 +466,11 @@ class CopyLane:
 
 
 def _never_started(plan: TransferPlan, reason: str) -> Completion:
-    return Completion(plan.job_id, Outcome.FAILED, error=reason)
+    return Completion(plan.job_id, FAILED, error=reason)
 
 
 def _in_doubt(plan: TransferPlan, reason: str) -> Completion:
-    return Completion(plan.job_id, Outcome.UNPROVEN, error=reason)
+    return Completion(plan.job_id, UNPROVEN, error=reason)
 
 
 def _has_passed(fence: Fence) -> bool:

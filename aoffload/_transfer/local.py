@@ -20,12 +20,12 @@ import numpy as np
 
 from .._common.arguments import check_callable, check_has, check_type, shown
 from .._common.env import Env
-from .._common.tiers import BELOW, TIERS, Tier
+from .._common.tiers import BELOW, CUSTOM, DEVICE, DISK, HOST, REMOTE, TIERS, Tier
 from .._config.config import GroupLike
 from .._config.tiers import DiskTier, RemoteTier
 from .._kernel.plans import Completion, TransferPlan
 from .._kernel.pools import are_neighbours
-from .._kernel.states import Direction
+from .._kernel.states import LOAD, STORE
 from ..errors import ConfigError, InvalidArgument, RegionError, TransferRefused, WrongState
 from .backends.base import CopyBackend, HasHostRows, RegionBackend
 from .backends.cpu import CpuBackend
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from .._tiers.disk.lanes import LocalDisk
     from .._tiers.remote.lanes import LocalRemote
 
-_LINKS = {(BELOW, Tier.DEVICE): Direction.LOAD, (Tier.DEVICE, BELOW): Direction.STORE}
+_LINKS = {(BELOW, DEVICE): LOAD, (DEVICE, BELOW): STORE}
 """The links that copy backends serve, in the order in which their lanes begin."""
 NO_TIERS: Mapping[Tier, TransportTier] = MappingProxyType({})
 FEW_IDS = 32
@@ -103,7 +103,7 @@ class LocalTransport:
         self._remote = None if remote is None else _remote_of(remote, regions)
         self.tiers = check_tiers(tiers)
         """The copies of the program's own tiers."""
-        own: dict[Tier, TransportTier | None] = {Tier.DISK: self._disk, Tier.REMOTE: self._remote}
+        own: dict[Tier, TransportTier | None] = {DISK: self._disk, REMOTE: self._remote}
         self._lower = {tier: found for tier, found in {**own, **self.tiers}.items() if found is not None}
         """The copies of each tier below the host."""
         self._lower_links: dict[tuple[Tier, Tier], TransportTier] = {}
@@ -173,7 +173,7 @@ class LocalTransport:
     def _open(self, num_host_blocks: int, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
         self.backend.open(num_host_blocks)
         self._deliver = deliver
-        num_blocks = {Tier.DEVICE: self.num_device_blocks, BELOW: num_host_blocks}
+        num_blocks = {DEVICE: self.num_device_blocks, BELOW: num_host_blocks}
         checksums = None
         if verify:
             path = self._shared_path
@@ -190,7 +190,7 @@ class LocalTransport:
             for tier, lower in self._lower.items():
                 lower.open(self.backend.host_rows, checksums, over, env)
                 num_blocks[tier] = lower.num_blocks
-                self._lower_links |= {(tier, Tier.HOST): lower, (Tier.HOST, tier): lower}
+                self._lower_links |= {(tier, HOST): lower, (HOST, tier): lower}
         self._bounds = {tier: (TIERS[tier].lowest_id, stop) for tier, stop in num_blocks.items()}
         # Only `CpuBackend` itself is known to copy without waiting. Verifying takes longer than copying.
         if type(self.backend) is CpuBackend and not verify:
@@ -233,7 +233,7 @@ class LocalTransport:
                 fences = (self.record_fence(),)
             else:
                 # A load overwrites blocks that compute may still read, so it waits for all compute so far, too.
-                fences = (after, self.record_fence()) if link[1] is Tier.DEVICE else (after,)
+                fences = (after, self.record_fence()) if link[1] is DEVICE else (after,)
             num_bytes = num_blocks * self.backend.block_bytes
             is_small = 0 < num_bytes <= self._most_bytes_at_once and num_bytes <= self._left_bytes
             if is_small and lane.copy_now(plan, fences, self._deliver):
@@ -331,8 +331,8 @@ def check_tiers(tiers: object) -> dict[Tier, TransportTier]:
     if not isinstance(tiers, Mapping):
         raise InvalidArgument("tiers", f"must be a mapping of tiers, got {shown(tiers)}")
     for tier, found in tiers.items():
-        if tier is not Tier.CUSTOM:
-            raise InvalidArgument("tiers", f"must be of Tier.CUSTOM, got {shown(tier)}")
+        if tier is not CUSTOM:
+            raise InvalidArgument("tiers", f"must be of CUSTOM, got {shown(tier)}")
         check_has("tiers", found, "TransportTier", TIER_METHODS)
     return dict(tiers)
 

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._common.tiers import Tier
+from ..._common.tiers import DEVICE, HOST
 from ..._kernel.plans import TransferPlan
 from ..._kernel.states import Direction
 from ...errors import AoffloadError, ConfigError
@@ -141,12 +141,12 @@ class RegionBackend:
 
 def device_ids(plan: TransferPlan) -> NDArray[np.int64]:
     """The device blocks of a plan, in its order."""
-    return np.array(plan.source_ids if plan.source is Tier.DEVICE else plan.destination_ids, dtype=np.int64)
+    return np.array(plan.source_ids if plan.source is DEVICE else plan.destination_ids, dtype=np.int64)
 
 
 def host_ids(plan: TransferPlan) -> NDArray[np.int64]:
     """The host blocks of a plan, in its order."""
-    return np.array(plan.source_ids if plan.source is Tier.HOST else plan.destination_ids, dtype=np.int64)
+    return np.array(plan.source_ids if plan.source is HOST else plan.destination_ids, dtype=np.int64)
 
 
 def anonymous_memory(num_blocks: int, block_bytes: int, *advice: str) -> NDArray[np.uint8]:

@@ -6,9 +6,9 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ..._common.tiers import Tier
+from ..._common.tiers import DEVICE
 from ..._kernel.plans import TransferPlan
-from ..._kernel.states import Direction
+from ..._kernel.states import LOAD, STORE, Direction
 from ...errors import ConfigError
 from ..fences import PASSED, Fence, RegionFences
 from ..region import KVRegion, byte_rows
@@ -46,7 +46,7 @@ class Staging:
         for start in range(0, len(on_host), len(stage)):
             part = slice(start, start + len(stage))
             num_blocks = len(on_host[part])
-            if direction is Direction.LOAD:
+            if direction is LOAD:
                 np.take(host, on_host[part], axis=0, out=stage[:num_blocks], mode="clip")
                 self.mover.scatter(on_device[part], [self.stage[:num_blocks]])
             else:
@@ -112,7 +112,7 @@ class CpuBackend(RegionBackend):
         if watched is not None:
             return self._copy_by_region(plan, watched)
         on_device, on_host = device_ids(plan), host_ids(plan)
-        direction = Direction.LOAD if plan.destination is Tier.DEVICE else Direction.STORE
+        direction = LOAD if plan.destination is DEVICE else STORE
         for start in range(0, len(on_device), self._blocks_per_batch):
             batch = slice(start, start + self._blocks_per_batch)
             try:
@@ -150,7 +150,7 @@ class CpuBackend(RegionBackend):
         """Copy between `on_device` and `extents`. Without extents, copy through the buffer."""
         if not extents:
             self._staging[direction].move(direction, on_device, on_host)
-        elif direction is Direction.LOAD:
+        elif direction is LOAD:
             self._mover.scatter(on_device, extents)
         else:
             self._mover.gather(on_device, extents)
@@ -169,7 +169,7 @@ class CpuBackend(RegionBackend):
 
     def copy_region(self, index: int, on_device: NDArray[np.int64], on_host: NDArray[np.int64]) -> None:
         """Load one region of blocks, whose ids are checked: by stretches, or under GIL contention in few calls."""
-        columns, waits = self._columns[index], self._waits[Direction.LOAD]
+        columns, waits = self._columns[index], self._waits[LOAD]
         num_calls = 1 + np.count_nonzero(gaps(on_host))
         if waits.have_begun and num_calls > 2 and len(on_host) * columns.block_bytes < num_calls * SHORT_CALL_BYTES:
             with waits.timing(2):
