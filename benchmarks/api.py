@@ -22,7 +22,7 @@ from .peer import Peer
 
 __all__ = ["run"]
 
-WANTED = (2.5, 15.0, 100.0, 150.0)
+WANTED = (4.0, 25.0, 120.0, 180.0)
 NUM_AT_A_TIME = 64
 SECONDS_PER_ROW = 4.0
 BACKENDS = ("asyncio", "trio")

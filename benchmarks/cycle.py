@@ -27,8 +27,8 @@ __all__ = ["BLOCK_SIZE", "ROOT", "SIZES", "PerBlock", "Tokens", "cycle_with", "l
 Tokens = npt.NDArray[np.int32]
 BLOCK_SIZE = 16
 SIZES = (64, 512, 4096, 8192)
-WANTED = (6.0, 36.0, 300.0, 470.0)
-WANTED_COMPILED = (20.0, 90.0, 450.0, 700.0)
+WANTED = (9.0, 55.0, 330.0, 550.0)
+WANTED_COMPILED = (18.0, 95.0, 480.0, 800.0)
 SECONDS_PER_ROW = 4.0
 ROOT = Root("benchmark")
 

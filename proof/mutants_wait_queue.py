@@ -280,7 +280,7 @@ _WAKING = (
         "lost load tried again",
         "aoffload._kernel.leases",
         "        if request.state is REQUEUED:\n",
-        "        if request.reason == \"lost load\":\n",
+        '        if request.reason == "lost load":\n',
         "a failed load is not retried for ever",
         programs=True,
     ),

@@ -23,7 +23,7 @@ __all__ = ["SCENARIOS"]
 
 SMALL_POOL = 70
 NUM_ROUNDS = 3
-MOST, MOST_P99 = 1.0, 1.2
+MOST, MOST_P99 = 0.8, 1.0
 """Our mean and 99th percentile, as shares of the peer's."""
 OFFERED = 8_192
 NUM_OFFERS, NUM_BEFORE = 30, 10
