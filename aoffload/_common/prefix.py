@@ -50,6 +50,8 @@ MAX_LIST = 2**13
 """Maximum ids of a list that are encoded in one go, in about a tenth of a millisecond."""
 MAX_WITHOUT_NUMPY = 16
 """Up to this many ids, a loop is faster than numpy. Most commits append none or one."""
+MAX_SHORT = 2**11
+"""Up to this many ids of an array, the check of their encoded bytes is faster than numpy."""
 # No token id encodes to this, so a span record can never be mistaken for tokens.
 _SPAN_MARK = b"\xff\xff\xff\xff"
 _KEY_TYPES = (str, bytes)
@@ -275,10 +277,15 @@ def encode_tokens(token_ids: TokenIds, argument: str = "token_ids") -> bytes:
         raise InvalidArgument(argument, f"must be a sequence of integers, in one dimension, got {got}")
     if token_ids.size == 0:
         return b""
-    if token_ids.dtype == INT32:  # viewed as unsigned, a negative id is above the maximum
-        if np.maximum.reduce(token_ids.view(np.uint32)) > MAX_TOKEN_ID:
+    if token_ids.dtype == INT32:
+        encoded = token_ids.tobytes()
+        if token_ids.size <= MAX_SHORT:  # the sign is the highest bit of the last byte of each id
+            is_valid = encoded[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii()
+        else:
+            is_valid = np.minimum.reduce(token_ids) >= 0
+        if not is_valid:
             raise InvalidArgument(argument, "holds a negative id")
-        return token_ids.tobytes()
+        return encoded
     if token_ids.dtype.kind not in "iu":
         raise InvalidArgument(argument, f"must be integers, got dtype {token_ids.dtype}")
     if token_ids.dtype.kind == "i" and token_ids.min() < 0:

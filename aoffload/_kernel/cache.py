@@ -382,7 +382,7 @@ class PrefixCache:
         meanwhile return to their old place in the eviction order. Stores lease their sources so, because lazy stores
         would reverse the order otherwise."""
         if starts is None:
-            pinned = self.layout.starts(run.stop)
+            pinned = self.layout.starts(run.stop) if self.layout.partial else [0]
             if self.layout.recurrent is not None:
                 pinned[-1] = run.start  # its checkpoint is the last unit of `run`: split nothing off for it
         else:

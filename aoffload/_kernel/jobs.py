@@ -238,7 +238,8 @@ class JobBook:
                 plan = self.quarantined.pop(completion.job_id).plan
                 self.tiers[plan.destination].end_quarantine(plan.destination_ids)
             return []
-        require(job, "settle", JOB_LAUNCHED)
+        if job.state is not JOB_LAUNCHED:
+            require(job, "settle", JOB_LAUNCHED)
         plan = job.plan
         if outcome is UNPROVEN and not TIERS[plan.destination].leaves_doubt:
             outcome = FAILED  # what may still arrive proves itself: no block is in doubt here

@@ -275,7 +275,8 @@ class Loads:
             return []
         ready = start  # after a reset, no unit counts: others may have published older KV on the same path
         if is_current and run is not None:
-            ready = max(start, held_stop(layout, run.whole_path(), DEVICE, start, load.stop))
+            path = [run] if run.start <= start and not layout.partial else run.whole_path()
+            ready = max(start, held_stop(layout, path, DEVICE, start, load.stop))
         num_missing = 0
         for table, component in zip(request.tables, layout.paged, strict=True):
             first = max(start, component.first_unit(ready))
