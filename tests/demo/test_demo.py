@@ -147,9 +147,7 @@ def full_groups(model: Any, options: Any) -> list[KVCacheGroup]:
     return [KVCacheGroup(group.name, block_size=options.block_size) for group in model.groups]
 
 
-@pytest.mark.parametrize(
-    ("backend", "kind", "num_blocks"), [("asyncio", "stand-in", "150"), ("trio", "windows", "90")]
-)
+@pytest.mark.parametrize(("backend", "kind", "num_blocks"), [("asyncio", "stand-in", "150"), ("trio", "windows", "90")])
 def test_a_model_with_windows(
     demo: Demo, monkeypatch: pytest.MonkeyPatch, backend: str, kind: str, num_blocks: str
 ) -> None:
