@@ -19,7 +19,7 @@ from .workers import share_out
 if TYPE_CHECKING:
     from aoffload.testing import Tally
 
-__all__ = ["campaign", "programs", "traces"]
+__all__ = ["campaign", "half_of", "programs", "traces"]
 
 LONG_PROGRAMS = 6000
 """Programs between two looks at the clock."""
@@ -61,8 +61,13 @@ def campaign(num_workers: int, depth: int, half: int | None = None) -> list[dict
     take turns; the other half has the other backend."""
     preload()
     (num_worlds,) = share_out(lambda _: _num_worlds(), 1, 1)  # in a fork: this process must not import the package
-    todo = [world for world in range(num_worlds) if half is None or (world // 2 + world) % 2 == half]
+    todo = range(num_worlds) if half is None else half_of(num_worlds, half)
     return share_out(lambda number: _explore(todo[number], depth), len(todo), num_workers)
+
+
+def half_of(num_worlds: int, half: int) -> list[int]:
+    """Each scenario on one backend. The worlds of a scenario are neighbours, one for each backend."""
+    return [world for world in range(num_worlds) if (world // 2 + world) % 2 == half]
 
 
 def _explore(number: int, depth: int) -> dict[str, Any]:
