@@ -22,6 +22,8 @@ from .report import Report
 from .shares import add_share, share_of
 
 PROCESSES = 2
+MUTANT_WORKERS = 3
+"""One more than there are cores, because some defects only make their test wait for a minute."""
 OUT = Path("build/proof")
 PARTS = ("programs", "campaign", "traces", "soak")
 """The parts that run by default. The mutants and the programs with states are runs of their own."""
@@ -55,9 +57,9 @@ def gather(launched: Iterable[tuple[Path, subprocess.Popen[bytes]]]) -> list[Any
     return found
 
 
-def part(name: str, *words: str) -> Any:
+def part(name: str, *words: str, num_workers: int = PROCESSES) -> Any:
     """Run one part in workers of its own, and return what it wrote."""
-    (found,) = gather([launch(name, "proof.shard", name, "--of", str(PROCESSES), *words)])
+    (found,) = gather([launch(name, "proof.shard", name, "--of", str(num_workers), *words)])
     return found
 
 
@@ -108,7 +110,7 @@ def _run(given: argparse.Namespace) -> Report:
     if "mutants" in given.parts:
         words = _share("--ninth", given.ninth, 9, "mutants")
         budget = ("--programs", str(num_programs), "--ranges", str(given.ranges))
-        report.mutants = part("mutants", *words, *budget, "--only", given.only)
+        report.mutants = part("mutants", *words, *budget, "--only", given.only, num_workers=MUTANT_WORKERS)
     if "traces" in given.parts:
         report.traces = traces(SHORT_TRACES if given.short else NUM_TRACES)
     if "soak" in given.parts:
