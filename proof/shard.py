@@ -19,7 +19,7 @@ from .workers import share_out
 if TYPE_CHECKING:
     from aoffload.testing import Tally
 
-__all__ = ["campaign", "half_of", "programs", "traces"]
+__all__ = ["campaign", "programs", "traces", "worlds"]
 
 LONG_PROGRAMS = 6000
 """Programs between two looks at the clock."""
@@ -60,14 +60,24 @@ def campaign(num_workers: int, depth: int, half: int | None = None) -> list[dict
     """Run the campaign, a part for each scenario and backend. With `half`, each scenario on one of the backends, which
     take turns; the other half has the other backend."""
     preload()
-    (num_worlds,) = share_out(lambda _: _num_worlds(), 1, 1)  # in a fork: this process must not import the package
-    todo = range(num_worlds) if half is None else half_of(num_worlds, half)
+    (todo,) = share_out(lambda _: worlds(half), 1, 1)  # in a fork: this process must not import the package
     return share_out(lambda number: _explore(todo[number], depth), len(todo), num_workers)
 
 
-def half_of(num_worlds: int, half: int) -> list[int]:
-    """Each scenario on one backend. The worlds of a scenario are neighbours, one for each backend."""
-    return [world for world in range(num_worlds) if (world // 2 + world) % 2 == half]
+ON_BOTH = ("run_form",)
+"""Scenarios that both halves have on both backends: asyncio alone meets one of the waits of this one."""
+
+
+def worlds(half: int | None) -> list[int]:
+    """The numbers of the scenarios on their backends: all, or those of a half."""
+    from .campaign import BACKENDS
+    from .scenarios import SCENARIOS
+
+    return [
+        number
+        for number, (name, _) in enumerate(itertools.product(SCENARIOS, BACKENDS))
+        if half is None or name in ON_BOTH or (number // len(BACKENDS) + number) % 2 == half
+    ]
 
 
 def _explore(number: int, depth: int) -> dict[str, Any]:
@@ -79,13 +89,6 @@ def _explore(number: int, depth: int) -> dict[str, Any]:
     found = _as_json(Campaign(depth).run(name, backend))
     print(f"{time.monotonic() - began_s:5.1f} s  {found['runs']} runs of {name} on {backend}", flush=True)
     return found
-
-
-def _num_worlds() -> int:
-    from .campaign import BACKENDS
-    from .scenarios import SCENARIOS
-
-    return len(SCENARIOS) * len(BACKENDS)
 
 
 def _as_json(tally: Tally) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import pytest
 
 from proof import shares
 from proof.program_runs import ALL_FACES, pieces, quarter_of
-from proof.shard import half_of
+from proof.scenarios import SCENARIOS
+from proof.shard import ON_BOTH, worlds
 from proof.shares import add_share, share_of
 
 
@@ -23,12 +24,13 @@ def test_the_quarters_of_the_programs_are_all_programs() -> None:
 
 
 def test_the_halves_of_the_campaign_are_the_campaign() -> None:
-    """Each half has every scenario on one backend, and half of the scenarios on either backend."""
-    halves = [half_of(20, half) for half in range(2)]
-    assert sorted(halves[0] + halves[1]) == list(range(20))
+    """Each half has every scenario, on either backend in turn, and only some of them on both."""
+    halves, every = [worlds(half) for half in range(2)], worlds(None)
+    assert sorted({*halves[0], *halves[1]}) == every == list(range(2 * len(SCENARIOS)))
+    assert len({*halves[0]} & {*halves[1]}) == 2 * len(ON_BOTH) and {*ON_BOTH} <= {*SCENARIOS}
     for half in halves:
-        assert sorted(world // 2 for world in half) == list(range(10))
-        assert sum(world % 2 for world in half) == 5
+        assert {world // 2 for world in half} == set(range(len(SCENARIOS)))
+        assert abs(len(half) - 2 * sum(world % 2 for world in half)) <= 2
 
 
 @pytest.mark.parametrize(("given", "found"), [("", None), ("2", 2), ("auto", 1)])
