@@ -99,13 +99,13 @@ def _run(given: argparse.Namespace) -> Report:
     report = Report(is_short=given.short)
     num_programs = NUM_PROGRAMS if given.programs is None else given.programs
     if "programs" in given.parts:
-        words = _share("--quarter", "auto" if given.short else "", 4, "programs")
+        words = _share("--quarter", given.quarter, 4, "programs")
         report.programs = part("programs", "--programs", str(num_programs), "--seconds", str(given.seconds), *words)
     if "states" in given.parts:
         number = str(NUM_STATE_PROGRAMS if given.programs is None else given.programs)
         report.states = part("states", "--programs", number, "--seconds", str(given.seconds))
     if "campaign" in given.parts:
-        words = _share("--half", "auto" if given.short else "", 2, "campaign")
+        words = _share("--half", given.half, 2, "campaign")
         report.campaign = part("campaign", "--depth", str(given.depth), *words)
     if "mutants" in given.parts:
         words = _share("--ninth", given.ninth, 9, "mutants")
@@ -125,6 +125,8 @@ def _given() -> argparse.Namespace:
     about = f"how many ({NUM_PROGRAMS:,}; with states {NUM_STATE_PROGRAMS:,}), and what a mutant is shown at most"
     parser.add_argument("--programs", type=int, help=about)
     parser.add_argument("--short", action="store_true", help="what every change has to pass")
+    add_share(parser, "quarter", 4, "the programs of the short form")
+    add_share(parser, "half", 2, "the campaign of the short form")
     parser.add_argument("--seconds", type=float, default=0.0, help="go on with programs of new seeds for that long")
     parser.add_argument("--depth", type=int, default=1, help="of the campaign: how far each scenario is explored")
     parser.add_argument("--rests", type=int, help=f"of the soaks ({NUM_RESTS}), each after some 400 requests")
@@ -137,6 +139,10 @@ def _given() -> argparse.Namespace:
     if unknown := set(given.parts) - {*PARTS, *OWN_RUNS}:
         parser.error(f"there is no part called {', '.join(unknown)}")
     given.parts = given.parts or list(PARTS)
+    if given.short:
+        given.quarter, given.half = given.quarter or "auto", given.half or "auto"
+    elif given.quarter or given.half:
+        parser.error("--quarter and --half are of the short form")
     counts = (given.programs, given.ranges, given.depth, given.rests)
     if any(count is not None and count < 1 for count in counts):
         parser.error("--programs, --ranges, --depth and --rests count from 1")
