@@ -23,7 +23,7 @@ __all__ = ["campaign", "programs", "traces", "worlds"]
 
 LONG_PROGRAMS = 6000
 """Programs between two looks at the clock."""
-TRACED_PROGRAMS = 36
+TRACED_PROGRAMS = 16
 """Programs of each face that are compared between processes."""
 
 
