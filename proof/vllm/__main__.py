@@ -19,7 +19,7 @@ from proof.shares import add_share, share_of
 from .parts import NEWER, PARTS, TOTAL_S, Part
 from .rows import Row, read, table
 
-__all__ = ["main", "run_parts"]
+__all__ = ["main", "run_parts", "short_of"]
 
 OUT = Path("build/vllm")
 OUT_OF_NEWER = Path("build/vllm33")
@@ -42,11 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return NOT_INSTALLED
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the running part, too
     parts, out = (NEWER, OUT_OF_NEWER) if given.newer else (PARTS, OUT)
-    wanted = given.names or [part.name for part in parts if part.is_short or not given.short]
-    if (third := share_of(given.third, 3, "vllm, parts beside the first one")) is not None:
-        wanted = [*wanted[:1], *wanted[1:][third::3]]
+    third = share_of(given.third, 3, "vllm, parts beside the first one")
+    chosen = (
+        [part for part in parts if part.name in given.names] if given.names else short_of(parts, given.short, third)
+    )
     out.mkdir(parents=True, exist_ok=True)
-    return run_parts([part for part in parts if part.name in wanted], out, time.monotonic() + TOTAL_S, given.short)
+    return run_parts(chosen, out, time.monotonic() + TOTAL_S, given.short)
+
+
+def short_of(parts: Sequence[Part], is_short: bool, third: int | None) -> list[Part]:
+    """The parts of the short form, or all; with `third`, the first one and a third of the others."""
+    found = [part for part in parts if part.is_short or not is_short]
+    return found if third is None else [*found[:1], *found[1:][third::3]]
 
 
 def run_parts(parts: Sequence[Part], out: Path, deadline_s: float, is_short: bool = False) -> int:
