@@ -36,8 +36,7 @@ else
 endif
 
 # Halves by measured time: what lies around the core, and the rest.
-SERVING := tests/demo tests/events tests/integrations tests/ledger tests/metrics tests/plan tests/proof tests/server \
-	tests/shell tests/trace
+SERVING := tests/demo tests/integrations tests/metrics tests/proof tests/server tests/shell tests/trace
 
 test-serving: $(VENV)/.installed
 	$(BIN)/python -m pytest -p no:cacheprovider $(SERVING)
@@ -82,7 +81,8 @@ docs: $(VENV)/.installed
 	$(BIN)/python -m mkdocs build --strict
 
 # Random programs, then schedules, cancellations and faults, then a soak: a few minutes on two cores, and as much on any
-# machine. The report is in build/proof/.
+# machine. The report is in build/proof/. PROOF_ARGS="--short": a quarter of the programs and half of the schedules,
+# chosen by the commit.
 prove: $(VENV)/.installed
 	$(BIN)/python -m proof $(PROOF_ARGS)
 
@@ -112,12 +112,14 @@ tiers: $(VENV)/.installed
 gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),$(VENV)/.installed)
 	@$(PYTHON_GPU) -m proof.gpu $(GPU_ARGS)
 
-# The code of those parts on a fake GPU, to find mistakes before a run on a real one: a minute.
+# The code of those parts on a fake GPU, to find mistakes before a run on a real one: a minute. GPU_ARGS="--third auto":
+# a third of the parts, chosen by the commit.
 gpu-dry: $(VENV)/.installed
 	$(BIN)/python -m proof.gpu.dry $(GPU_ARGS)
 
 # The connector inside vLLM's engine, in twenty-nine minutes at most beside the installation; the table is in
-# build/vllm/report.md. VLLM_ARGS="--short" for what every change has to pass, or the name of a part.
+# build/vllm/report.md. VLLM_ARGS="--short" for the parts and scenarios that count most, with "--third auto" for one rank
+# and a third of the other parts, chosen by the commit; or the name of a part.
 vllm: vllm-installed
 	$(PEERS)/vllm/bin/python -m proof.vllm $(VLLM_ARGS)
 
@@ -205,9 +207,10 @@ test-compiled: $(COMPILED)/.installed
 lockstep: $(COMPILED)/.installed
 	$(BIN)/python -m proof.lockstep --beside $(COMPILED_PYTHON) --programs $(PROGRAMS) $(LOCKSTEP_ARGS)
 
-# Other behaviour of both builds: invalid arguments to every call, values, plug-ins that fail.
+# Other behaviour of both builds: invalid arguments to every call, values, plug-ins that fail. THIRD=auto: the arguments
+# in a third of the situations, chosen by the commit.
 compare-builds: $(COMPILED)/.installed
-	$(BIN)/python -m proof.compare_builds --beside $(COMPILED_PYTHON)
+	$(BIN)/python -m proof.compare_builds --beside $(COMPILED_PYTHON) $(if $(THIRD),--third $(THIRD))
 
 # Bytes of the index for a cached block with both.
 compiled-memory: $(COMPILED)/.installed

@@ -1,7 +1,9 @@
 """`python -m proof`: run programs, explore schedules, replay and soak; `python -m proof mutants`: plant defects;
 `python -m proof states`: run programs whose model has a recurrent state.
 
-The results are printed and kept in build/proof/. Without `--seconds` everything ends by count, on any machine."""
+`--short` is what every change has to pass: a quarter of the programs and half of the campaign, chosen by the commit. So
+some commits together run all of it. The results are printed and kept in build/proof/. Without `--seconds` everything
+ends by count, on any machine."""
 
 from __future__ import annotations
 
@@ -17,13 +19,20 @@ from typing import Any
 
 from .mutants import MUTANTS
 from .report import Report
+from .shares import add_share, share_of
 
 PROCESSES = 2
+MUTANT_WORKERS = 3
+"""One more than there are cores, because some defects only make their test wait for a minute."""
 OUT = Path("build/proof")
 PARTS = ("programs", "campaign", "traces", "soak")
 """The parts that run by default. The mutants and the programs with states are runs of their own."""
 OWN_RUNS = ("mutants", "states")
 NUM_PROGRAMS, NUM_STATE_PROGRAMS = 20_000, 22_000
+NUM_TRACES, NUM_RESTS = 5, 12
+SHORT_TRACES, SHORT_RESTS = 2, 8
+"""The processes that are compared, and the rests of a soak; and both in the short form. Two processes have two hash
+seeds. Eight rests are enough requests for a verdict on the memory."""
 
 
 def launch(name: str, *words: str, hash_seed: str = "random") -> tuple[Path, subprocess.Popen[bytes]]:
@@ -48,17 +57,17 @@ def gather(launched: Iterable[tuple[Path, subprocess.Popen[bytes]]]) -> list[Any
     return found
 
 
-def part(name: str, *words: str) -> Any:
+def part(name: str, *words: str, num_workers: int = PROCESSES) -> Any:
     """Run one part in workers of its own, and return what it wrote."""
-    (found,) = gather([launch(name, "proof.shard", name, "--of", str(PROCESSES), *words)])
+    (found,) = gather([launch(name, "proof.shard", name, "--of", str(num_workers), *words)])
     return found
 
 
-def traces() -> list[dict[str, str]]:
-    """Traces of five processes, with two hash seeds."""
+def traces(number: int) -> list[dict[str, str]]:
+    """Traces of `number` processes, with two hash seeds."""
     found: list[dict[str, str]] = []
-    for first in range(0, 5, PROCESSES):
-        numbers = range(first, min(5, first + PROCESSES))
+    for first in range(0, number, PROCESSES):
+        numbers = range(first, min(number, first + PROCESSES))
         found += gather([launch(f"traces{i}", "proof.shard", "traces", hash_seed=str(i % 2)) for i in numbers])
     return found
 
@@ -80,36 +89,32 @@ def _soak(backend: str, found: dict[str, Any]) -> dict[str, Any]:
     return {"backend": backend, "passed": found["has_passed"], "about": about}
 
 
-def ninth_of(given: str) -> int | None:
-    """Which ninth of the mutants to run: as given, or by the checked-out commit (`auto`). None: all of them."""
-    if given != "auto":
-        return int(given) if given else None
-    found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    commit = found.stdout.strip()
-    ninth = int(commit, 16) % 9 if commit else 0
-    print(f"mutants: ninth {ninth}, by commit {commit or '(none)'}", flush=True)
-    return ninth
+def _share(option: str, given: str, num_shares: int, what: str) -> list[str]:
+    """The words that tell a part its share; none for everything."""
+    share = share_of(given, num_shares, what)
+    return [] if share is None else [option, str(share)]
 
 
 def _run(given: argparse.Namespace) -> Report:
-    report = Report()
+    report = Report(is_short=given.short)
     num_programs = NUM_PROGRAMS if given.programs is None else given.programs
     if "programs" in given.parts:
-        report.programs = part("programs", "--programs", str(num_programs), "--seconds", str(given.seconds))
+        words = _share("--quarter", given.quarter, 4, "programs")
+        report.programs = part("programs", "--programs", str(num_programs), "--seconds", str(given.seconds), *words)
     if "states" in given.parts:
         number = str(NUM_STATE_PROGRAMS if given.programs is None else given.programs)
         report.states = part("states", "--programs", number, "--seconds", str(given.seconds))
     if "campaign" in given.parts:
-        report.campaign = part("campaign", "--depth", str(given.depth))
+        words = _share("--half", given.half, 2, "campaign")
+        report.campaign = part("campaign", "--depth", str(given.depth), *words)
     if "mutants" in given.parts:
-        ninth = ninth_of(given.ninth)
-        words = ["--ninth", str(ninth)] if ninth is not None else []
+        words = _share("--ninth", given.ninth, 9, "mutants")
         budget = ("--programs", str(num_programs), "--ranges", str(given.ranges))
-        report.mutants = part("mutants", *words, *budget, "--only", given.only)
+        report.mutants = part("mutants", *words, *budget, "--only", given.only, num_workers=MUTANT_WORKERS)
     if "traces" in given.parts:
-        report.traces = traces()
+        report.traces = traces(SHORT_TRACES if given.short else NUM_TRACES)
     if "soak" in given.parts:
-        report.soaks = soaks(given.rests, given.soak_seconds)
+        report.soaks = soaks(given.rests or (SHORT_RESTS if given.short else NUM_RESTS), given.soak_seconds)
     return report
 
 
@@ -119,19 +124,27 @@ def _given() -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="PART", help=parts)
     about = f"how many ({NUM_PROGRAMS:,}; with states {NUM_STATE_PROGRAMS:,}), and what a mutant is shown at most"
     parser.add_argument("--programs", type=int, help=about)
+    parser.add_argument("--short", action="store_true", help="what every change has to pass")
+    add_share(parser, "quarter", 4, "the programs of the short form")
+    add_share(parser, "half", 2, "the campaign of the short form")
     parser.add_argument("--seconds", type=float, default=0.0, help="go on with programs of new seeds for that long")
     parser.add_argument("--depth", type=int, default=1, help="of the campaign: how far each scenario is explored")
-    parser.add_argument("--rests", type=int, default=12, help="of the soaks, each after some 400 requests")
+    parser.add_argument("--rests", type=int, help=f"of the soaks ({NUM_RESTS}), each after some 400 requests")
     parser.add_argument("--soak-seconds", type=float, default=0.0, help="let the soaks go on for that long instead")
     mutants = parser.add_argument_group("mutants")
-    mutants.add_argument("--ninth", default="", choices=["auto", *map(str, range(9))], help="auto: by the commit")
+    add_share(mutants, "ninth", 9, "the mutants")
     mutants.add_argument("--only", default="", metavar="TEXT", help="those with it in their name")
     mutants.add_argument("--ranges", type=int, default=1, help="of seeds: in each of them programs have to find it")
     given = parser.parse_args()
     if unknown := set(given.parts) - {*PARTS, *OWN_RUNS}:
         parser.error(f"there is no part called {', '.join(unknown)}")
     given.parts = given.parts or list(PARTS)
-    if (given.programs is not None and given.programs < 1) or given.ranges < 1 or given.depth < 1 or given.rests < 1:
+    if given.short:
+        given.quarter, given.half = given.quarter or "auto", given.half or "auto"
+    elif given.quarter or given.half:
+        parser.error("--quarter and --half are of the short form")
+    counts = (given.programs, given.ranges, given.depth, given.rests)
+    if any(count is not None and count < 1 for count in counts):
         parser.error("--programs, --ranges, --depth and --rests count from 1")
     if not any(given.only in mutant.name for mutant in MUTANTS):
         parser.error(f"argument --only: no mutant has {given.only!r} in its name")

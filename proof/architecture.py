@@ -15,6 +15,7 @@ import sys
 import textwrap
 import tokenize
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import attrs
@@ -79,10 +80,11 @@ class Package:
     """The floors that it imports from, its own included."""
 
 
-def packages() -> list[Package]:
+@cache
+def packages() -> tuple[Package, ...]:
     """All packages, the highest floor first. Modules of one floor are one entry if they are in one folder, or if all
     define public names."""
-    return [entry for number in reversed(range(len(FLOORS))) for entry in _packages_of(number)]
+    return tuple(entry for number in reversed(range(len(FLOORS))) for entry in _packages_of(number))
 
 
 def _packages_of(floor: int) -> Iterator[Package]:

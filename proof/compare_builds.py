@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from .lockstep import ROOT, Build
+from .shares import add_share, share_of
 
 EXPECTED = (
     ("a compiled class has no text of its own, and its signature names classes", r"values .* (doc|signature)"),
@@ -34,11 +35,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m proof.compare_builds", description=__doc__)
     parser.add_argument("--beside", type=Path, required=True, metavar="PYTHON", help="that has the compiled core")
     parser.add_argument("--parts", nargs="*", default=[], help="arguments, rooms, values, plug-ins; all by default")
+    add_share(parser, "third", 3, "the situations in which arguments are invalid")
     given = parser.parse_args()
+    third = share_of(given.third, 3, "situations")
     script = ROOT / "proof" / "core_answers.py"
     builds = Build(script=script), Build(given.beside.absolute(), script)
+    words = [*given.parts, *([] if third is None else [f"--third={third}"])]
     num_asked, num_unlike, expected = Counter[str](), 0, Counter[str]()
-    for mine, theirs in zip(*(build.read(build.start(*given.parts)) for build in builds), strict=True):
+    for mine, theirs in zip(*(build.read(build.start(*words)) for build in builds), strict=True):
         part, question, answer = mine
         num_asked[part] += 1
         if mine == theirs:

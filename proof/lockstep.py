@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -62,15 +62,16 @@ class Build:
             raise SystemExit(f"{process.args!r} ended with status {process.returncode}")
 
 
-def compare(one: Build, other: Build, piece: ProgramPiece) -> tuple[int, list[int]]:
-    """The calls of a piece, and the seeds whose programs differ."""
-    words = piece.face, str(piece.first_seed), str(piece.num_programs)
+def compare(one: Build, other: Build, pieces: Sequence[ProgramPiece]) -> tuple[int, list[tuple[str, int]]]:
+    """The calls of some pieces, which share a process of each build; and the programs that differ, by face and seed."""
+    words = [word for piece in pieces for word in (piece.face, str(piece.first_seed), str(piece.num_programs))]
     builds = [(build, build.start(*words)) for build in (one, other)]
-    num_calls, differing = 0, list[int]()
+    num_calls, differing = 0, list[tuple[str, int]]()
     for mine, theirs in zip(*(build.read(process) for build, process in builds), strict=True):
-        num_calls += mine[1]
+        face, seed, calls, _ = mine
+        num_calls += calls
         if mine != theirs:
-            differing.append(mine[0])
+            differing.append((face, seed))
     return num_calls, differing
 
 
@@ -97,12 +98,12 @@ def main() -> int:
     pure = Build(answers=given.base is not None)
     other = Build(beside, tree=(given.base or ROOT).absolute(), answers=given.base is not None)
     began_s, num_programs, num_calls, broken = time.monotonic(), 0, 0, list[tuple[str, int]]()
-    found = _pieces(given.programs, given.first_seed, _faces(other))
-    for piece, (calls, differing) in zip(found, _compared(pure, other, found, given.jobs), strict=True):
-        num_programs, num_calls = num_programs + piece.num_programs, num_calls + calls
-        broken += [(piece.face, seed) for seed in differing]
+    found = _groups(_pieces(given.programs, given.first_seed, _faces(other)))
+    for group, (calls, differing) in zip(found, _compared(pure, other, found, given.jobs), strict=True):
+        num_programs, num_calls = num_programs + sum(piece.num_programs for piece in group), num_calls + calls
+        broken += differing
         about = f"{num_programs:,} programs, {num_calls:,} calls compared, {len(broken)} programs differ"
-        print(f"{time.monotonic() - began_s:5.0f} s  {about}; last {piece}", flush=True)
+        print(f"{time.monotonic() - began_s:5.0f} s  {about}; last {group[-1]}", flush=True)
     if broken:
         print("differ: " + ", ".join(f"{face} {seed}" for face, seed in broken))
     for face, seed in broken[:3]:
@@ -110,7 +111,9 @@ def main() -> int:
     return bool(broken)
 
 
-def _compared(one: Build, other: Build, found: list[ProgramPiece], num_jobs: int) -> Iterator[tuple[int, list[int]]]:
+def _compared(
+    one: Build, other: Build, found: list[list[ProgramPiece]], num_jobs: int
+) -> Iterator[tuple[int, list[tuple[str, int]]]]:
     with ThreadPoolExecutor(num_jobs) as threads:
         yield from threads.map(partial(compare, one, other), found)
 
@@ -128,6 +131,18 @@ def _pieces(num_programs: int, first_seed: int, faces: Container[str] = ALL_FACE
         num = -(-num_programs * share // sum(of_faces.values())) if face in faces else 0
         found += [ProgramPiece(face, first_seed + at, min(MOST, num - at)) for at in range(0, num, MOST)]
     return found
+
+
+def _groups(found: list[ProgramPiece]) -> list[list[ProgramPiece]]:
+    """The pieces of each process, in order."""
+    groups, num_programs = list[list[ProgramPiece]](), MOST
+    for piece in found:
+        if num_programs + piece.num_programs > MOST:
+            groups.append([])
+            num_programs = 0
+        groups[-1].append(piece)
+        num_programs += piece.num_programs
+    return groups
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Runs programs of one face on this process's build of the core, and prints a digest of the calls of each program.
+"""Runs programs on this process's build of the core, and prints a digest of the calls of each program.
 
-Run `python -P proof/program_digests.py FACE FIRST_SEED NUM_PROGRAMS` with a folder in `PYTHONPATH` that contains
-`proof.programs`. If the folder contains `aoffload` as well, its core runs the programs, otherwise the installed one.
+Run `python -P proof/program_digests.py FACE FIRST_SEED NUM_PROGRAMS ...` with a folder in `PYTHONPATH` that contains
+`proof.programs`. The three words may be repeated, for programs of several faces. If the folder contains `aoffload` as
+well, its core runs the programs, otherwise the installed one.
 `--each` prints every call instead of a digest. `--answers` covers only answers, plans and statistics, because two
 versions of the source may differ in the names of fields and arguments and in the texts of errors. `--faces` prints the
 names of the faces.
@@ -29,23 +30,27 @@ NUM_CALLS = 48
 """The calls of a program, about: as many as of those of `proof.program_runs`."""
 
 
-def main(face_name: str, first: str = "0", number: str = "0", *options: str) -> None:
+def main(*words: str) -> None:
     print(json.dumps({"is_compiled": is_compiled}))
-    if face_name == "--faces":
+    options = {word for word in words if word.startswith("--")}
+    if "--faces" in options:
         print(json.dumps(get_args(Face)))
         return
-    (face,) = (face for face in get_args(Face) if face == face_name)
     if "--answers" in options:
         for module in (machine, runtime_stage):
             module.state_digest = answers  # type: ignore[attr-defined]
-    for seed in range(int(first), int(first) + int(number)):
-        steps = steps_of(face, seed, NUM_CALLS)
-        if "--answers" in options:
-            steps = [without_words(step) for step in steps]
-        if "--each" in options:
-            print("\n".join(json.dumps(step) for step in steps))
-        else:
-            print(json.dumps([seed, len(steps) - 1, hashlib.sha256("\n".join(steps).encode()).hexdigest()]))
+    given = iter(word for word in words if word not in options)
+    for face_name, first, number in zip(given, given, given, strict=True):
+        (face,) = (face for face in get_args(Face) if face == face_name)
+        for seed in range(int(first), int(first) + int(number)):
+            steps = steps_of(face, seed, NUM_CALLS)
+            if "--answers" in options:
+                steps = [without_words(step) for step in steps]
+            if "--each" in options:
+                print("\n".join(json.dumps(step) for step in steps))
+            else:
+                found = hashlib.sha256("\n".join(steps).encode()).hexdigest()
+                print(json.dumps([face, seed, len(steps) - 1, found]))
 
 
 MARK = " | "

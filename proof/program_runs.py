@@ -28,6 +28,7 @@ __all__ = [
     "detect",
     "digests",
     "pieces",
+    "quarter_of",
     "shares",
     "state_pieces",
 ]
@@ -104,6 +105,12 @@ def _in_turn(faces: Sequence[Face], num_programs: int, first_seed: int) -> list[
     seeds = {face: itertools.count(first_seed, SIZES[face]) for face in faces}
     found = [ProgramPiece(face, next(seeds[face]), SIZES[face]) for _ in range(num_rounds) for face in faces]
     return sorted(found, key=lambda piece: piece.face == "ledger")  # runtime programs take longest: first
+
+
+def quarter_of(found: Sequence[ProgramPiece], quarter: int) -> list[ProgramPiece]:
+    """A quarter of the pieces of each face. The four quarters have every piece once."""
+    numbers: dict[Face, Iterator[int]] = {piece.face: itertools.count() for piece in found}
+    return [piece for piece in found if next(numbers[piece.face]) % 4 == quarter]
 
 
 def shares() -> dict[Face, int]:

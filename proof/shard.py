@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .planting import preload
-from .program_runs import ProgramPiece, digests, pieces, state_pieces
+from .program_runs import ProgramPiece, digests, pieces, quarter_of, state_pieces
 from .verdicts import Budget, chosen, judge
 from .workers import share_out
 
 if TYPE_CHECKING:
     from aoffload.testing import Tally
 
-__all__ = ["campaign", "programs", "traces"]
+__all__ = ["campaign", "programs", "traces", "worlds"]
 
 LONG_PROGRAMS = 6000
 """Programs between two looks at the clock."""
-TRACED_PROGRAMS = 36
+TRACED_PROGRAMS = 16
 """Programs of each face that are compared between processes."""
 
 
@@ -32,11 +32,14 @@ def programs(
     num_programs: int,
     seconds: float,
     pieces_of: Callable[[int, int], list[ProgramPiece]] = pieces,
+    quarter: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Explore at least `num_programs` programs, in pieces; with `seconds`, go on with new seeds for that long."""
+    """Explore at least `num_programs` programs, in pieces; with `seconds`, go on with new seeds for that long. With
+    `quarter`, only that quarter of the pieces."""
     preload()
     began_s = time.monotonic()
-    found = _programs(num_workers, pieces_of(num_programs, 0))
+    todo = pieces_of(num_programs, 0)
+    found = _programs(num_workers, todo if quarter is None else quarter_of(todo, quarter))
     while time.monotonic() - began_s < seconds:
         found += _programs(num_workers, pieces_of(LONG_PROGRAMS, sum(one["programs"] for one in found)))
     return found
@@ -53,11 +56,28 @@ def _programs(num_workers: int, todo: Sequence[ProgramPiece]) -> list[dict[str, 
     return share_out(explore, len(todo), num_workers)
 
 
-def campaign(num_workers: int, depth: int) -> list[dict[str, Any]]:
-    """Run the campaign, a part for each scenario and backend."""
+def campaign(num_workers: int, depth: int, half: int | None = None) -> list[dict[str, Any]]:
+    """Run the campaign, a part for each scenario and backend. With `half`, each scenario on one of the backends, which
+    take turns; the other half has the other backend."""
     preload()
-    (num_worlds,) = share_out(lambda _: _num_worlds(), 1, 1)  # in a fork: this process must not import the package
-    return share_out(lambda number: _explore(number, depth), num_worlds, num_workers)
+    (todo,) = share_out(lambda _: worlds(half), 1, 1)  # in a fork: this process must not import the package
+    return share_out(lambda number: _explore(todo[number], depth), len(todo), num_workers)
+
+
+ON_BOTH = ("run_form",)
+"""Scenarios that both halves have on both backends: asyncio alone meets one of the waits of this one."""
+
+
+def worlds(half: int | None) -> list[int]:
+    """The numbers of the scenarios on their backends: all, or those of a half."""
+    from .campaign import BACKENDS
+    from .scenarios import SCENARIOS
+
+    return [
+        number
+        for number, (name, _) in enumerate(itertools.product(SCENARIOS, BACKENDS))
+        if half is None or name in ON_BOTH or (number // len(BACKENDS) + number) % 2 == half
+    ]
 
 
 def _explore(number: int, depth: int) -> dict[str, Any]:
@@ -69,13 +89,6 @@ def _explore(number: int, depth: int) -> dict[str, Any]:
     found = _as_json(Campaign(depth).run(name, backend))
     print(f"{time.monotonic() - began_s:5.1f} s  {found['runs']} runs of {name} on {backend}", flush=True)
     return found
-
-
-def _num_worlds() -> int:
-    from .campaign import BACKENDS
-    from .scenarios import SCENARIOS
-
-    return len(SCENARIOS) * len(BACKENDS)
 
 
 def _as_json(tally: Tally) -> dict[str, Any]:
@@ -124,6 +137,8 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--programs", type=int, default=Budget().programs)
     parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--quarter", type=int)
+    parser.add_argument("--half", type=int)
     parser.add_argument("--ninth", type=int)
     parser.add_argument("--only", default="")
     parser.add_argument("--ranges", type=int, default=Budget().num_ranges)
@@ -133,9 +148,9 @@ def main() -> None:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
-    "programs": lambda given: programs(given.of, given.programs, given.seconds),
+    "programs": lambda given: programs(given.of, given.programs, given.seconds, quarter=given.quarter),
     "states": lambda given: programs(given.of, given.programs, given.seconds, state_pieces),
-    "campaign": lambda given: campaign(given.of, given.depth),
+    "campaign": lambda given: campaign(given.of, given.depth, given.half),
     "mutants": lambda given: judge(given.of, chosen(given.ninth, given.only), Budget(given.programs, given.ranges)),
     "traces": lambda given: traces(),
 }

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from proof.shares import add_share, share_of
+
 from .__main__ import DRY, look, run_parts
 from .parts import PARTS, SMALL, Part, limits_of
 from .readings import ALL_TESTS
@@ -49,16 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m proof.gpu.dry", description=(__doc__ or "").partition("\n")[0])
     known = {part.name: part for part in PARTS}
     parser.add_argument("names", nargs="*", metavar="PART", help=f"{', '.join(known)}; all, if none is named")
+    add_share(parser, "third", 3, "the parts")
     given = parser.parse_args(arguments)
     if unknown := set(given.names) - set(known):
         parser.error(f"there is no part called {', '.join(sorted(unknown))}")
-    return _run([known[name] for name in given.names]) if given.names else _run_all()
+    if given.names:
+        return _run([known[name] for name in given.names])
+    third = share_of(given.third, 3, "gpu-dry, parts")
+    return _run_all(PARTS if third is None else PARTS[third::3])
 
 
-def _run_all() -> int:
+def _run_all(parts: Sequence[Part]) -> int:
     """The tests, and everything else, side by side: a core for each."""
-    halves = [[part.name for part in PARTS if ("pytest" in part.words) is is_suite] for is_suite in (True, False)]
-    running = [subprocess.Popen([sys.executable, "-m", "proof.gpu.dry", *names]) for names in halves]
+    halves = [[part.name for part in parts if ("pytest" in part.words) is is_suite] for is_suite in (True, False)]
+    running = [subprocess.Popen([sys.executable, "-m", "proof.gpu.dry", *names]) for names in halves if names]
     return max(process.wait() for process in running)
 
 

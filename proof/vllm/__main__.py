@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from proof.gpu.running import run_process
+from proof.shares import add_share, share_of
 
 from .parts import NEWER, PARTS, TOTAL_S, Part
 from .rows import Row, read, table
 
-__all__ = ["main", "run_parts"]
+__all__ = ["main", "run_parts", "short_of"]
 
 OUT = Path("build/vllm")
 OUT_OF_NEWER = Path("build/vllm33")
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="PART", help=f"{', '.join(names)}; all, if none is named")
     parser.add_argument("--short", action="store_true", help="the parts and scenarios that every change has to pass")
     parser.add_argument("--newer", action="store_true", help="the parts of `make vllm33`")
+    add_share(parser, "third", 3, "the parts, beside the first one")
     given = parser.parse_args(arguments)
     if unknown := set(given.names) - set(names):
         parser.error(f"there is no part called {', '.join(sorted(unknown))}")
@@ -40,9 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return NOT_INSTALLED
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the running part, too
     parts, out = (NEWER, OUT_OF_NEWER) if given.newer else (PARTS, OUT)
-    wanted = given.names or [part.name for part in parts if part.is_short or not given.short]
+    third = share_of(given.third, 3, "vllm, parts beside the first one")
+    chosen = (
+        [part for part in parts if part.name in given.names] if given.names else short_of(parts, given.short, third)
+    )
     out.mkdir(parents=True, exist_ok=True)
-    return run_parts([part for part in parts if part.name in wanted], out, time.monotonic() + TOTAL_S, given.short)
+    return run_parts(chosen, out, time.monotonic() + TOTAL_S, given.short)
+
+
+def short_of(parts: Sequence[Part], is_short: bool, third: int | None) -> list[Part]:
+    """The parts of the short form, or all; with `third`, the first one and a third of the others."""
+    found = [part for part in parts if part.is_short or not is_short]
+    return found if third is None else [*found[:1], *found[1:][third::3]]
 
 
 def run_parts(parts: Sequence[Part], out: Path, deadline_s: float, is_short: bool = False) -> int:

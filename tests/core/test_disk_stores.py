@@ -348,8 +348,7 @@ IDLE_GROUPS = {
 
 @pytest.mark.parametrize("eviction", ["lru", "learned"])
 @pytest.mark.parametrize("groups", IDLE_GROUPS)
-@pytest.mark.parametrize("num_slots", [2, 7, 12])
-@pytest.mark.parametrize("most", [1, 3])
+@pytest.mark.parametrize(("num_slots", "most"), [(2, 3), (7, 1), (7, 3), (12, 1)])
 def test_an_idle_ledger_comes_to_rest(eviction: str, groups: str, num_slots: int, most: int) -> None:
     """On a disk that holds less than the host is about to evict, each store evicts what an earlier one has brought.
     While nobody asks for anything, no block is written twice, and after a while nothing is written."""

@@ -17,6 +17,6 @@ def test_right_bytes_or_a_miss_in_blocks_that_an_engine_keeps(with_windows: bool
     """The engine takes blocks back and reuses them at once, but for those that are held: a request reads its own
     prefix, what the host hands out is right unless somebody has yet to take it back, exactly what jobs touch is held,
     and when everybody has left the engine has all its blocks."""
-    happened = walks(80, 250, with_windows=with_windows)
+    happened = walks(65, 250, with_windows=with_windows)
     must_happen = (*MUST_HAPPEN, "found") if with_windows else MUST_HAPPEN
     assert not [event for event in must_happen if not happened[event]], happened

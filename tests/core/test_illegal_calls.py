@@ -671,7 +671,7 @@ class IllegalMachine(MatchMachine):
         self.gone.append(client.record)
 
     @precondition(lambda self: self.clients or self.gone)
-    @rule(which=WHICH, call=st.sampled_from(sorted(CALLS)))
+    @rule(which=WHICH, call=st.sampled_from(sorted(CALLS.keys() - {"fetches.match_again"})))  # there is no lower tier
     def call_at_the_wrong_time(self, which: int, call: str) -> None:
         request = self.some(which)
         if call not in LEGAL[row_of(request)].split():
@@ -713,4 +713,4 @@ class IllegalMachine(MatchMachine):
 class TestIllegal(IllegalMachine.TestCase):
     """Whatever was called before: an illegal call raises what names it, and the whole ledger is as it was."""
 
-    settings = settings(max_examples=80, stateful_step_count=50)
+    settings = settings(max_examples=40, stateful_step_count=50)

@@ -478,7 +478,7 @@ class TestMatch(MatchMachine.TestCase):
     and not taken back, exactly that where nothing was lost, never the last token, never across a salt, an adapter, a
     namespace or a key span; and looking changes nothing."""
 
-    settings = settings(max_examples=80, stateful_step_count=50)
+    settings = settings(max_examples=50, stateful_step_count=50)
 
     def runTest(self) -> None:  # noqa: N802 - the name that unittest knows
         super().runTest()

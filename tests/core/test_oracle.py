@@ -230,7 +230,7 @@ def explore_all(num_admissions: int) -> Counter[str]:
 def test_same_hits_as_the_naive_model() -> None:
     """What the ledger does by runs is exactly what is to be done by blocks: the same hits at every admission, the same
     blocks free, cached, private and in flight after every call, and every block in one hand."""
-    seen = explore_all(int(os.environ.get("ORACLE_ADMISSIONS", "5000")))
+    seen = explore_all(int(os.environ.get("ORACLE_ADMISSIONS", "2500")))
     wanted = [event for event in INTERESTING if event not in INSIDE or not is_compiled]
     assert not [event for event in wanted if not seen[event]], "the test has become vacuous"
 

@@ -384,7 +384,7 @@ KINDS = [FullAttention(), SlidingWindow(6), SlidingWindow(13), ChunkedLocal(8)]
 def test_in_any_layout_the_expected_table_is_the_one_that_comes() -> None:
     """Groups of every kind, hits that the device has in part, loads that others share: where everything lands, and
     nobody else computed the same, what an early step took for its table is the table."""
-    assert sum(num_early_starts(random.Random(seed)) for seed in range(150)) > 300
+    assert sum(num_early_starts(random.Random(seed)) for seed in range(80)) > 160
 
 
 def num_early_starts(rng: random.Random) -> int:

@@ -87,8 +87,8 @@ each_face = pytest.mark.parametrize("face", [Own, Engine], ids=["own blocks", "a
 
 @each_face
 @each_layout
-@pytest.mark.parametrize("shared", [16, 24, 48, 51, 88, 130])
-@pytest.mark.parametrize("question", [1, 9, 33, 70])
+@pytest.mark.parametrize("shared", [16, 51, 88, 130])
+@pytest.mark.parametrize("question", [1, 33, 70])
 def test_the_third_user_of_a_prefix_hits_all_of_it(
     face: type[Own | Engine], groups: list[KVCacheGroup], shared: int, question: int
 ) -> None:
@@ -226,7 +226,7 @@ class HostModel:
 @each_face
 @each_layout
 @pytest.mark.parametrize("interval", [0, 1, 24, 50])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_prompts_hit_exactly_what_the_rule_says(
     face: type[Own | Engine], groups: list[KVCacheGroup], seed: int, interval: int
 ) -> None:

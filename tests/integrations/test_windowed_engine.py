@@ -86,7 +86,7 @@ async def test_who_came_last_makes_way(kind: str) -> None:
 
 @each_kind
 @each_start
-@pytest.mark.parametrize("seed", [*range(4), 30, 42, 75])
+@pytest.mark.parametrize("seed", [0, 30, 42, 75])
 async def test_hardly_more_room_than_the_largest_needs(kind: str, start: EngineOptions, seed: int) -> None:
     """A request that is preempted any number of times gets its answer: none is refused, and none waits for ever."""
     draw = random.Random(seed)
@@ -212,7 +212,7 @@ async def test_who_made_way_stays_away_until_the_other_has_its_room() -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("num_passes", range(0, 60, 4))
+@pytest.mark.parametrize("num_passes", range(0, 60, 6))
 async def test_a_client_may_leave_at_any_time(kind: str, num_passes: int) -> None:
     """Wherever a client is cancelled, in the line for its next slice too, its blocks come back."""
     # 24 blocks for the larger one, and its own copies of the last slice, which the next try finds cached.
@@ -232,7 +232,7 @@ async def test_a_client_may_leave_at_any_time(kind: str, num_passes: int) -> Non
 
 
 @each_kind
-@pytest.mark.parametrize("num_steps", range(1, 20, 2))
+@pytest.mark.parametrize("num_steps", range(1, 20, 3))
 async def test_a_client_may_leave_after_any_step(kind: str, num_steps: int) -> None:
     """The same between any two steps of the engine."""
     scope = anyio.CancelScope()

@@ -127,7 +127,7 @@ def test_what_is_to_be_explored_is_checked(arguments: tuple[Any, ...], name: str
 
 @cache
 def drawn(face: Any) -> tuple[Program, ...]:
-    return tuple(program_of(face, seed)[0] for seed in range(40))
+    return tuple(program_of(face, seed)[0] for seed in range(12))
 
 
 @pytest.mark.parametrize("face", get_args(Face))

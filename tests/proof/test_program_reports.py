@@ -61,6 +61,19 @@ def test_what_hardly_any_program_meets_is_listed_apart() -> None:
     assert f"reset ({RARE - 1})" in "".join(report_programs.tables(parts))
 
 
+def test_a_quarter_of_the_programs_may_miss_more() -> None:
+    """By chance: of 21 pairs it may miss one, where all programs may miss none. It has a quarter of the programs."""
+    names = [f"feature {number}" for number in range(7)]
+    met = [(one, other, 50) for one in names for other in names if one <= other][:-2]
+    one_missed = part("ledger", *met, (names[-1], names[-1], 50)) | {"programs": 5_000, "calls": 250_000}
+    for is_short in (False, True):
+        found = report_programs.lines([one_missed], is_short=is_short)
+        lines = {line.what.partition(" (")[0]: line for line in found}
+        assert "1 missed" in lines["pairs of features on a ledger"].found
+        kinds = ("programs", "calls", "pairs of features on a ledger")
+        assert [lines[kind].is_met for kind in kinds] == [is_short] * 3
+
+
 @pytest.mark.parametrize("side", FORBIDDEN)
 def test_a_refusal_holds_both_ways(side: str) -> None:
     """Whichever feature is named first."""

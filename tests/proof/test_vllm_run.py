@@ -25,6 +25,15 @@ def test_all_parts_have_time() -> None:
     assert any(part.is_short for part in PARTS) and not all(part.is_short for part in PARTS)
 
 
+def test_thirds_of_the_short_form_are_all_of_it() -> None:
+    """Each has one rank, and a third of the other parts."""
+    short = runner.short_of(PARTS, True, None)
+    thirds = [runner.short_of(PARTS, True, third) for third in range(3)]
+    assert all(part.is_short for part in short) and {third[0].name for third in thirds} == {"one_rank"}
+    assert sorted(part.name for third in thirds for part in third[1:]) == sorted(part.name for part in short[1:])
+    assert runner.short_of(PARTS, False, None) == list(PARTS)
+
+
 def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In one line, with a status of its own."""
     monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None)

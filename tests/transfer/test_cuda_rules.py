@@ -32,7 +32,7 @@ which rule, of this file unless said, and the mutant without it:
   test_a_layer_can_start_when_its_region_is_there
 - all together, in real threads; under the runtime: tests/transfer/test_cuda_soak.py
   test_a_rule_that_is_taken_out_fails_it; tests/transfer/test_cuda_runtime.py test_every_hit_is_what_was_computed
-  (Unfenced, Unordered, Unproven, OneEvent)
+  (Unfenced, Unordered, Unproven)
 """
 
 from __future__ import annotations

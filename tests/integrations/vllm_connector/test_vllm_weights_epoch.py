@@ -171,7 +171,7 @@ def test_a_vllm_without_versions_works(monkeypatch: pytest.MonkeyPatch, engines:
     assert engine.half.version is None and num_loaded(engine, "again") == HITS
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_request_reads_kv_of_other_weights(engines: Callable[..., SmallEngine], seed: int) -> None:
     """250 changes under load. The KV of the engine's tensors says which weights computed it."""
     rng = random.Random(seed)
