@@ -235,8 +235,8 @@ _SHARING = (
     Mutant(
         "what is on its way counts as ready",
         LOADS,
-        "            ready = max(start, held_stop(layout, run.whole_path(), DEVICE, start, load.stop))",
-        "            there = held_stop(layout, run.whole_path(), DEVICE, start, load.stop)\n"
+        "            ready = max(start, held_stop(layout, path, DEVICE, start, load.stop))",
+        "            there = held_stop(layout, path, DEVICE, start, load.stop)\n"
         "            ready = max(start, jobs_bringing(stretches(run, start, load.stop), DEVICE, there)[1])",
         "loaded means landed",
     ),
