@@ -35,7 +35,7 @@ else
 	$(MAKE) --jobs=2 --output-sync=target --no-print-directory test-serving test-rest
 endif
 
-# Halves by measured time: what lies around the core, and the rest.
+# Two halves that take equally long.
 SERVING := tests/demo tests/integrations tests/metrics tests/proof tests/server tests/shell tests/trace
 
 test-serving: $(VENV)/.installed
@@ -118,8 +118,8 @@ gpu-dry: $(VENV)/.installed
 	$(BIN)/python -m proof.gpu.dry $(GPU_ARGS)
 
 # The connector inside vLLM's engine, in twenty-nine minutes at most beside the installation; the table is in
-# build/vllm/report.md. VLLM_ARGS="--short" for the parts and scenarios that count most, with "--third auto" for one rank
-# and a third of the other parts, chosen by the commit; or the name of a part.
+# build/vllm/report.md. VLLM_ARGS="--short": the parts and scenarios that matter most. "--short --third auto": of these,
+# `one_rank` and a third of the others; the commit chooses the third. Or name a part.
 vllm: vllm-installed
 	$(PEERS)/vllm/bin/python -m proof.vllm $(VLLM_ARGS)
 

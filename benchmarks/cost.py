@@ -1,12 +1,12 @@
-"""Where each microsecond of a host hit goes: 64 requests at a time through the runtime, of 64 blocks and of 8.
+"""Where the time of a host hit goes: 64 requests at a time through the runtime, with hits of 64 and of 8 blocks.
 
-The time of one request is divided among the rooms of the package by samples: a timer interrupts the loop's thread, and
-the interrupted frame says whose time it was. A function outside of the package, such as one of anyio, counts for the
-room that called it, unless it belongs to a task, a cancel scope or the loop itself.
+Samples divide the time of one request among parts of the package. A timer interrupts the main thread, and the stack
+says which part was running. Time in anyio, asyncio or trio counts as "tasks, scopes, turns of the loop", whoever called
+it. Time in any other library counts for the part of the package that called it.
 
-Beside it, in the same rounds: the same requests through the `Ledger` alone, and a bare task with a cancel scope and an
-event that one wake-up of the loop sets, which any runtime with a task for each request pays. The last row of each
-table is what the runtime adds to its ledger, as a multiple of that task.
+The same rounds also measure two baselines: the same requests through the `Ledger` alone, and a bare task that enters a
+cancel scope and waits for an event. Every runtime that has a task for each request pays for such a bare task. The last
+row of each table is the time that the runtime adds to its ledger, also as a multiple of the bare task.
 """
 
 from __future__ import annotations
@@ -48,20 +48,21 @@ VERBS = {
     "settle": "ledger: settle", "commit": "ledger: commit", "release": "ledger: release",
 }  # fmt: skip
 """The row of each verb of the ledger."""
-ROOMS = (
+ROW_OF_PATH = (
     ("_observe", "log and observers"), ("_kernel/moves.py", "log and observers"), ("_kernel", "ledger: elsewhere"),
     ("_extensions", "ledger: elsewhere"), ("_common/prefix.py", "prompt: copy and check"),
     ("_common/arguments.py", "argument checks"), ("_common/env.py", "events and wake-ups"),
     ("_transfer/copy_queue.py", "jobs and completions"), ("_transfer", "the copy itself"),
     ("_runtime/worker.py", "events and wake-ups"), ("_runtime", "the request's own calls"),
+    ("", "package: elsewhere"),
 )  # fmt: skip
-"""The row of each file of the package, by the beginning of its path."""
+"""The row of a file, by the beginning of its path in the package. The first match counts."""
 TASKS = "tasks, scopes, turns of the loop"
 REST = "the benchmark"
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """A table for each size of the hit and each event loop, and what the runtime adds to its ledger."""
+    """A table for each size of the hit and each event loop."""
     for num_blocks in SIZES:
         for backend in BACKENDS:
             yield from anyio.run(table, num_blocks, backend, backend=backend)
@@ -102,7 +103,7 @@ async def table(num_blocks: int, backend: str, seconds: float = SECONDS_PER_TABL
 
 
 def _rows(about: str, found: dict[str, Measured], where: Counter[str]) -> list[Row]:
-    """One row for each room, as a part of the whole, and what the runtime adds to its ledger."""
+    """One row for each part of the package, one for the `Ledger` alone, and one for the time that the runtime adds."""
     whole, ledger, bare = found["runtime"], found["ledger"], found["bare"]
     num_samples, whole_us = where.total(), whole.median_s * 1e6
     rows = [
@@ -152,7 +153,7 @@ async def _serve(runtime: OffloadRuntime, prompt: Tokens) -> None:
 
 
 def through_ledger(ledger: Ledger, prompts: list[Tokens]) -> None:
-    """The same requests in the same order, as far as a ledger knows of them."""
+    """The ledger's calls of the same requests, in the same order, without tasks and copies."""
 
     def land(plans: tuple[TransferPlan, ...]) -> None:
         for plan in plans:
@@ -204,12 +205,13 @@ HERE = str(Path(__file__))
 
 
 def row_of(frame: FrameType | None) -> str:
-    """The row of `frame`: that of the first file of the package on its stack, or of the loop."""
+    """The row of `frame`: that of the innermost frame in the package; inside of the ledger, that of the verb that was
+    called. `TASKS` if anyio or an event loop is further inside."""
     row = ""
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(PACKAGE):
-            row = row or next((row for start, row in ROOMS if path.startswith(PACKAGE + start)), "")
+            row = row or next((row for start, row in ROW_OF_PATH if path.startswith(PACKAGE + start)), "")
             if not row.startswith("ledger"):
                 return row or REST
             verb = VERBS.get(frame.f_code.co_name)
@@ -225,7 +227,7 @@ def row_of(frame: FrameType | None) -> str:
 
 @contextmanager
 def sampled(where: Counter[str]) -> Iterator[None]:
-    """Count in `where` whose code the main thread runs, every half of a millisecond of its CPU time."""
+    """Count in `where`, each half millisecond of the process's CPU time, the row of what the main thread runs."""
 
     def note(_: int, frame: FrameType | None) -> None:
         where[row_of(frame)] += 1

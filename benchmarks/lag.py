@@ -1,6 +1,6 @@
-"""The delay of the event loop with 64 and 1,000 requests in flight and copies at full rate, compared with an idle loop.
-Also the latter with a disk, below a host that holds half of the prompts, so that fetches and stores of the disk never
-stop.
+"""The delay of the event loop while copies run at full rate, with 64 and with 1,000 requests in flight, compared with
+an idle loop. With 1,000 requests it is also measured with a disk: the host holds half of the prompts, so the disk
+always fetches and stores.
 
 A heartbeat of 1 ms measures the delay of each beat. Idle and loaded phases alternate in pairs. The result is the median
 over the pairs of the difference of their 99th percentiles.
@@ -41,7 +41,7 @@ MOST_WITH_FEW_MS, MOST_MS, MOST_WITH_DISK_MS = 1.0, 3.0, 8.0
 
 
 def run(vllm: Peer | None = None) -> Iterator[Row]:
-    """Milliseconds that the load adds to the delay at its 99th percentile, without and with a disk."""
+    """Milliseconds that the load adds to the 99th percentile of the delay: 64 requests, 1,000, 1,000 with a disk."""
     yield lag_row(with_disk=False, num_clients=FEW_CLIENTS)
     for with_disk in (False, True):
         yield lag_row(with_disk=with_disk)

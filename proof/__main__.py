@@ -1,9 +1,9 @@
 """`python -m proof`: run programs, explore schedules, replay and soak; `python -m proof mutants`: plant defects;
 `python -m proof states`: run programs whose model has a recurrent state.
 
-`--short` is what every change has to pass: a quarter of the programs and half of the campaign, chosen by the commit. So
-some commits together run all of it. The results are printed and kept in build/proof/. Without `--seconds` everything
-ends by count, on any machine."""
+`--short` is what every change has to pass: a quarter of the programs and half of the campaign, both chosen by the
+commit, and fewer traces and a shorter soak, which are the same for every commit. The results are printed and kept in
+build/proof/. Without `--seconds` everything ends by count, on any machine."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ OWN_RUNS = ("mutants", "states")
 NUM_PROGRAMS, NUM_STATE_PROGRAMS = 20_000, 22_000
 NUM_TRACES, NUM_RESTS = 5, 12
 SHORT_TRACES, SHORT_RESTS = 2, 8
-"""The processes that are compared, and the rests of a soak; and both in the short form. Two processes have two hash
-seeds. Eight rests are enough requests for a verdict on the memory."""
+"""How many processes are compared, and how many rests a soak has: first in full, then with `--short`. Two processes are
+enough for both hash seeds. After eight rests, enough requests have run to judge the memory."""
 
 
 def launch(name: str, *words: str, hash_seed: str = "random") -> tuple[Path, subprocess.Popen[bytes]]:
@@ -90,7 +90,7 @@ def _soak(backend: str, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _share(option: str, given: str, num_shares: int, what: str) -> list[str]:
-    """The words that tell a part its share; none for everything."""
+    """The arguments that pass its share to a part; empty for the whole part."""
     share = share_of(given, num_shares, what)
     return [] if share is None else [option, str(share)]
 

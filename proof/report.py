@@ -34,7 +34,7 @@ def _sum(parts: Iterable[dict[str, Any]], name: str) -> Counter[str]:
 @attrs.define
 class Report:
     """`programs`, `states`, `campaign`, `mutants`, `traces` and `soaks` are what the processes wrote; a part that was
-    not run is empty. In the short form less has to be found."""
+    not run is empty. With `is_short`, the minima are lower."""
 
     programs: list[dict[str, Any]] = attrs.field(factory=list)
     states: list[dict[str, Any]] = attrs.field(factory=list)
@@ -49,7 +49,7 @@ class Report:
     min_injected: int = 3_000
 
     def _least(self, number: int) -> int:
-        """Of what the campaign has to find: the short form has half of the campaign."""
+        """The minimum for a count of the campaign: half of `number` in the short form, which runs half of it."""
         return number // 2 if self.is_short else number
 
     def lines(self) -> list[Line]:
@@ -89,7 +89,7 @@ class Report:
         broken = [tuple(one) for part in parts for one in part["violations"]]
         never = [kind for kind in FAULTS if not faults[kind]]
         absent = self._absent_events()
-        # One backend has less than half of some scenario's traces, and more than half of another's.
+        # A third, not half: the short form runs a scenario on one backend, which may have fewer traces than the other.
         least_of_each = self.min_per_scenario // 3 if self.is_short else self.min_per_scenario
         backends = " + ".join(f"{number:,} on {name}" for name, number in sorted(_sum(parts, "backends").items()))
         return [

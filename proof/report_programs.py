@@ -24,9 +24,11 @@ RARE = 20
 """A feature that fewer programs have met is only listed, and left out of the pairs, because it meets most others by
 chance alone."""
 MOST_MISSED, MOST_MISSED_BY_A_QUARTER = 0.01, 0.05
-"""The share of the pairs without a reason that may be missed, by chance; by all programs, and by a quarter of them."""
+"""The share of pairs that programs may miss by chance, of the pairs that no rule forbids: in a run of all programs, and
+in a run of a quarter of them."""
 MOST_NEVER_IN_A_QUARTER = 2
-"""Features that a face with states may miss in all, by chance: 100 programs of a face meet the rarest four times."""
+"""Features that all faces with states together may miss by chance in a quarter of the programs. 100 programs of a face
+meet its rarest feature about four times."""
 SIDES = {
     "ledger": ("ledger",), "kernel": ("kernel",), "engine": ("engine",), "runtime": ("asyncio", "trio"),
     "runtime of an engine": ("engine-asyncio", "engine-trio"),
@@ -129,7 +131,8 @@ def lines(parts: Parts, *, is_short: bool = False) -> list[Line]:
 def state_lines(
     parts: Parts, min_programs: int = MIN_PROGRAMS, min_calls: int = MIN_CALLS, most_never: int = 0
 ) -> list[Line]:
-    """The lines about programs whose model has a recurrent state. `most_never`: of the features in `OF_STATES`."""
+    """The lines about programs whose model has a recurrent state. `most_never`: how many features of `OF_STATES` may be
+    missed."""
     num_programs, num_calls = (sum(part[what] for part in parts) for what in ("programs", "calls"))
     broken = [tuple(one[:2]) for part in parts for one in part["violations"]]
     never = [f"{face}: {one}" for face, wanted in OF_STATES.items() for one in wanted if not _num_met(parts, face, one)]

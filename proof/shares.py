@@ -1,4 +1,4 @@
-"""The share of a long run that one change has to pass. The commit chooses it, so that some commits together run all."""
+"""Shares of a long run: a change runs one share. The commit chooses which one, so that over time all shares run."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ def number_of_commit() -> int:
 
 
 def add_share(parser: argparse._ActionsContainer, name: str, num_shares: int, about: str) -> None:
-    """The option `--NAME` for a share: empty for everything, `auto`, or a number below `num_shares`."""
+    """Add the option `--NAME`: a number below `num_shares`, or `auto`. Without it, everything runs."""
     numbers = map(str, range(num_shares))
-    parser.add_argument(f"--{name}", default="", choices=["auto", *numbers], help=f"of {about}; auto: by the commit")
+    parser.add_argument(
+        f"--{name}",
+        default="",
+        choices=["auto", *numbers],
+        help=f"run one share of {about}: its number, or auto (the commit chooses)",
+    )
 
 
 def share_of(given: str, num_shares: int, what: str) -> int | None:
-    """Which share to run: the one that was given, or the commit's for `auto`. It is printed. None: everything."""
+    """The number of the share to run, which is also printed; None: run everything. `auto`: the commit chooses."""
     if not given:
         return None
     share = number_of_commit() % num_shares if given == "auto" else int(given)
-    print(f"{what}: share {share} of {num_shares}", flush=True)
+    print(f"{what}: share {share} of 0 to {num_shares - 1}", flush=True)
     return share

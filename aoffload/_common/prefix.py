@@ -50,8 +50,8 @@ MAX_LIST = 2**13
 """Maximum ids of a list that are encoded in one go, in about a tenth of a millisecond."""
 MAX_WITHOUT_NUMPY = 16
 """Up to this many ids, a loop is faster than numpy. Most commits append none or one."""
-MAX_SHORT = 2**11
-"""Up to this many ids of an array, the check of their encoded bytes is faster than numpy."""
+MAX_CHECKED_AS_BYTES = 2**11
+"""Up to this many ids, looking for a negative id in the encoded bytes is faster than with numpy."""
 # No token id encodes to this, so a span record can never be mistaken for tokens.
 _SPAN_MARK = b"\xff\xff\xff\xff"
 _KEY_TYPES = (str, bytes)
@@ -279,7 +279,7 @@ def encode_tokens(token_ids: TokenIds, argument: str = "token_ids") -> bytes:
         return b""
     if token_ids.dtype == INT32:
         encoded = token_ids.tobytes()
-        if token_ids.size <= MAX_SHORT:  # the sign is the highest bit of the last byte of each id
+        if token_ids.size <= MAX_CHECKED_AS_BYTES:  # the sign is the highest bit of the last byte of each id
             is_valid = encoded[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii()
         else:
             is_valid = np.minimum.reduce(token_ids) >= 0

@@ -450,7 +450,7 @@ class CacheBase:
 
 
 def _limits(prefix: Prefix, sequence: TokenSequence, unit_tokens: int, options: RequestOptions) -> tuple[int, int, int]:
-    """The limits that `options` set, in units: of the hit, of its alignment, and of the stores."""
+    """What `options` set, in units: the limit of the hit, the alignment of the hit, and the limit of the stores."""
     reads_cache, max_hit_tokens = options.get("reads_cache", True), options.get("max_hit_tokens")
     store, max_store_tokens = options.get("store", StoreScope.ALL), options.get("max_store_tokens")
     hit_alignment = options.get("hit_alignment", 1)

@@ -408,7 +408,8 @@ class PrefixCache:
             if start < run.stop:
                 unpinned = manager.unpin(blocks, run, start)
         for left in self.merge(unpinned) if len(unpinned) > 1 else unpinned:
-            if left.parts and left.parts[lease.tier].stop < left.stop:  # else it is whole, or was removed
+            # `tidy` would keep a run whose part is whole; a run without parts was removed.
+            if left.parts and left.parts[lease.tier].stop < left.stop:
                 self.tidy(left)
 
     def move_lease(self, lease: Lease, run: Run) -> None:
@@ -517,7 +518,7 @@ class PrefixCache:
             blocks.trim(part, num_units)
             blocks.num_evicted += num_units * width
             run = part.run
-            if (part.stop - run.start) * 2 <= run.stop - run.start:
+            if (part.stop - run.start) * 2 <= run.stop - run.start:  # `tidy` would keep a run with more than half left
                 self.tidy(run)
         return pool.take(num_blocks)
 

@@ -40,9 +40,11 @@ class Event:
 class Observer(Protocol):
     """Receives events in the thread of the ledger, except for `CompletionDelivered`. It must not block.
 
-    An observer may have a method `wants_move(kind, state)`. The ledger calls it before each move, with the class of the
-    event (`RequestMoved` or `JobMoved`) and the new state, and makes no event if it returns False. An observer without
-    the method gets all events."""
+    An observer may have a method `wants_move(kind, state)`. The ledger calls it at each move of a request or a job,
+    with the class of the event (`RequestMoved` or `JobMoved`) and the new state. If it returns False, the ledger makes
+    no event. If it raises, the ledger makes the event. It must not call the ledger, because the change is not complete
+    yet. An observer without the method gets all events. Several observers (`Observers`) all get the moves that one of
+    them wants."""
 
     def observe(self, event: Event, /) -> object: ...
 

@@ -53,7 +53,9 @@ class RunIndex:
         key = sequence.keys.get(position)
         if key is None:
             hasher = sequence.root.hasher if before is None else before.hash_after
-            key = sequence.keys[position] = sequence.key_at(hasher, position)
+            key = sequence.key_at(hasher, position)
+            if (position + 1) * self.unit_tokens <= sequence.num_tokens:  # else more tokens of the unit may follow
+                sequence.keys[position] = key
         return self.runs.get(key)
 
     def walk(self, sequence: TokenSequence, limit: int) -> Iterator[tuple[Run, int]]:

@@ -436,7 +436,7 @@ class Stores:
         return self.store_missing(request, component, missing, most) if missing else []
 
     def missing(self, run: Run, component: Component, start: int, stop: int) -> list[Stretch]:
-        """The units that `offer` would store, last first; none if `destination` has no blocks at all."""
+        """The units that `offer` stores, the last ones first. Empty if `destination` or `component` has no blocks."""
         if not self.cache.tiers[self.destination].pool.num_blocks or not component.width:
             return []
         return self.cache.managers[component.number].lacking(run, self.source, self.destination, start, stop)
@@ -444,7 +444,7 @@ class Stores:
     def store_missing(
         self, request: LedgerRequest | None, component: Component, missing: list[Stretch], most: int = NO_LIMIT
     ) -> list[Job]:
-        """Store the units that `missing` has returned, at most `most` blocks."""
+        """Store the units in `missing` (see the method `missing`), at most `most` blocks."""
         jobs: list[Job] = []
         for pieces in _contiguous(missing):
             jobs += self.store(request, component, pieces, most=left_of(most, jobs))

@@ -79,7 +79,7 @@ class Loads:
         units_per_job: Sequence[int] = (),
     ) -> tuple[TransferPlan, ...]:
         """Start loading the host hit onto the device; see `Ledger.plan_load`."""
-        if request.state is not ALLOCATED:  # the common case
+        if request.state is not ALLOCATED:  # which is the common case, and needs no check
             require(request, "load", ALLOCATED, LOADING, DRAINING, REQUEUED, RUNNING)
         limit = NO_LIMIT
         if max_tokens is not None:

@@ -67,8 +67,8 @@ class FreeList:
 
 
 MAX_TRIES = 4
-"""Extents of the size class of a request that are examined, because some are smaller than the request, before a larger
-class is taken."""
+"""How many extents of the wanted size class are tried. Extents of one class differ in size, so some are too small.
+After this many tries, an extent of a larger class is taken."""
 
 
 class ExtentPool:

@@ -144,10 +144,11 @@ class Part:
 
     def enter(self, first: int, last: int, ids: array[int]) -> range:
         """Add the blocks of the units of `[first, last)` that the part lacks; the range must adjoin or overlap the
-        part. `ids` are the blocks of all units of the range; the part may keep the array. Returns the units that the
-        part held already: the caller keeps their ids."""
+        part. `ids` are the blocks from unit `first` on; those after unit `last` are not used. The part may keep the
+        array, so the caller must not change it. Returns the units that the part held already: the caller keeps their
+        ids."""
         if not self.blocks:
-            if len(ids) == (last - first) * self.width:  # the common case
+            if len(ids) == (last - first) * self.width:  # no id is left over: keep the array without a copy
                 self.first, self.stop, self.blocks = first, last, ids
                 return range(first, first)
             self.first = self.stop = first

@@ -16,7 +16,7 @@ from ..errors import WrongState
 class Plain(enum.Enum):
     """Base of enums that are hashed often: the hash of `Enum` is a Python function, that of `object` is not."""
 
-    __hash__ = object.__hash__  # differs between processes, which is harmless: no set of states is iterated
+    __hash__ = object.__hash__  # differs between processes; harmless, because no set of these members is iterated
 
 
 class Direction(Plain):
@@ -94,6 +94,7 @@ class NoEpoch(enum.Enum):
     began. Only requests have this value."""
 
 
+# The members as constants: see `_common/tiers`.
 QUEUED: Final = RequestState.QUEUED
 MATCHED: Final = RequestState.MATCHED
 PINNED: Final = RequestState.PINNED
@@ -121,7 +122,6 @@ REFUSED: Final = Outcome.REFUSED
 COMPUTES_NOTHING: Final = Computing.NOTHING
 COMPUTES_ITS_BLOCKS: Final = Computing.ITS_BLOCKS
 COMPUTES_LOST_BLOCKS: Final = Computing.LOST_BLOCKS
-# The members as constants: see `_common/tiers`.
 
 _R = RequestState
 _J = JobState

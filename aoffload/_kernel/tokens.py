@@ -67,7 +67,8 @@ class TokenSequence:
             self._cuts = tuple(sorted(cuts))
         self._hashed: dict[int, Hasher] = {}
         self.keys: dict[int, bytes] = {}
-        """Cache of `key_at`, by position. They depend only on the tokens, so each is computed once for a request."""
+        """The keys that `RunIndex.find` has computed (`key_at`), by position. A key depends only on the root, the
+        tokens and the key spans before its end, so it stays valid while tokens are appended."""
 
     @classmethod
     def of_path(cls, end: EndOfPath) -> TokenSequence:

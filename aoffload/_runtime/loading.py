@@ -112,7 +112,7 @@ class LoadUnderWay:
             if record.state is not LOADING:  # a step or a grant ends the wait
                 await request._wait_for_blocks(record.waiter)
                 continue
-            if session.worker.settle_in_turn():  # a small copy was made by its launch: there is no event to wait for
+            if session.worker.settle_now():  # perhaps of this load: check again, after a turn for other tasks
                 await anyio.lowlevel.checkpoint()
                 continue
             is_late = await request._wait(session.config.load_timeout_s)

@@ -19,8 +19,8 @@ until then its task may still use the blocks. There are three exceptions, in whi
 In addition to the scope, a deadline has a timer, because a scope reports nothing while its task waits for a thread.
 
 Several tasks may wait in one request. Each has an event in `_waiting`, and `_wake` sets all of them; then each task
-checks its own condition. What may call `_wake` late gets only a weak reference (`weak_wake`), so the finaliser of an
-abandoned request runs and releases it.
+checks its own condition. `match_again_nowait`, `preempt` and a fetch pass `weak_wake`, because the callback may outlive
+the task: a strong reference would keep an abandoned request alive, and its finaliser would not release it.
 """
 
 from __future__ import annotations

@@ -431,7 +431,7 @@ def _unknown(_: Sequence[TransferPlan]) -> int:
 
 
 def weak_wake(request: Entered) -> Callable[[], None]:
-    """`request._wake` for those who may call it late: it does not keep an abandoned request alive."""
+    """A callback that calls `request._wake`, and does not keep `request` alive."""
     return partial(_wake, ref(request))
 
 

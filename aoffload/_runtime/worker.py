@@ -7,6 +7,9 @@ before the callback looks, so a later completion signals again and none is lost.
 for two reasons: waking a task takes one more turn of the loop, and completions also have to be settled when the task
 has ended.
 
+A small copy of CPU tensors is over when `launch` returns. A task that waits for a load calls `settle_now`, which
+settles such copies without the callback, so the task needs no event.
+
 The worker's task only watches deadlines: of copies in flight, of pins, of steps, and the alarms of waiting tasks. It
 sleeps in a cancel scope until the next deadline, and moves the scope's deadline when an earlier one comes up. A waiting
 task sets an alarm here instead of using a cancel scope of its own, because a scope with a deadline costs ten times as
@@ -224,11 +227,12 @@ class CopyWorker:
             self.after_settled()
         self._wake_by(self.copies.next_deadline)
 
-    def settle_in_turn(self) -> bool:
-        """Settle copies that their launch has made itself, before the loop's callback does. Returns whether there were
-        any."""
+    def settle_now(self) -> bool:
+        """Settle the completions that are there, without waiting for the loop's callback: those of copies that `launch`
+        has made itself, and those that threads have delivered. Returns whether there were any, and True after an
+        error."""
         try:
-            return self.copies.settle_in_turn()
+            return self.copies.settle_now()
         except Exception as error:  # noqa: BLE001 - as in `_wake`
             self._fail(error)
             return True

@@ -3,6 +3,7 @@
     submit(plans)     queue; launch as many jobs as the bounds allow, loads before stores
     deliver(done)     from any thread: a copy has ended
     advance()         settle delivered completions, give up late jobs, launch waiting jobs
+    settle_now()      settle delivered completions, launch waiting jobs; the turn goes on
 
 It has no thread, no event loop and no timer. The worker of `OffloadRuntime` drives it from an event loop; an engine
 that steps calls `advance` once a step.
@@ -77,8 +78,8 @@ class Link:
     in_flight: dict[int, InFlight] = attrs.field(factory=dict)
     """Launched jobs in launch order, which is the order of their deadlines."""
     reported: set[int] = attrs.field(factory=set)
-    """Jobs in flight whose completion arrived before `launch` returned. They are settled in the next turn, and do not
-    count as running."""
+    """Jobs in flight whose completion arrived before `launch` returned. `settle_now` or the next turn settles them.
+    They do not count as running."""
     num_bytes: int = 0
     """Bytes of the jobs in flight."""
     bytes_over: int = 0
@@ -395,9 +396,10 @@ class CopyQueue:
         self._dispatch()
         self.ended()
 
-    def settle_in_turn(self) -> bool:
-        """Settle what was delivered since the turn began, such as copies that `launch` has made itself. Returns whether
-        there was anything. The turn goes on, and with it the bounds on such copies."""
+    def settle_now(self) -> bool:
+        """Settle the completions that are there, such as those of copies that `launch` has made itself, and launch
+        waiting jobs. Returns whether there were any. No new turn begins: the bytes that `launch` has copied in this
+        turn still count against its bound."""
         if not self._inbox:
             return False
         self._settle_inbox()

@@ -13,10 +13,11 @@ second thread is started only when a copy first has to be waited for.
 
 **Small copies.** Handing a job to a copy thread and back costs a few microseconds when the process is idle, and many
 times that while the event loop holds the interpreter lock. A small copy costs less than that. So `copy_now` copies in
-the thread that launches, if no earlier job of the lane is open. Its completion is delivered as usual and is settled in
-the next turn of the loop. Two bounds keep the loop responsive: the size of one copy, which is measured when the
-transport opens, and the bytes copied in one turn. The number of copies has no bound, because handing over each of them
-would keep the loop busy for as long.
+the thread that launches, if no earlier job of the lane is open. Its completion is delivered as usual. A load that waits
+for the copy settles the completion in the same turn of the loop (`CopyQueue.settle_now`); otherwise the next turn
+settles it. Two bounds keep the loop responsive: the size of one copy, which is measured when the transport opens, and
+the bytes copied in one turn. The number of copies has no bound, because handing a small copy to a thread would block
+the loop for as long as making the copy.
 
 The lanes of a transport share a `DeviceLoss`: once the device is lost, no lane starts a copy. If `verify` is set,
 stores record `BlockChecksums`, and loads compare them.

@@ -86,12 +86,12 @@ class LocalTransport:
         self._lanes: dict[tuple[Tier, Tier], CopyLane] = {}
         """The lanes by link."""
         self._bounds: dict[Tier, tuple[int, int]] = {}
-        """The lowest block id of each tier, and the first one above its blocks."""
+        """The block ids of each tier: the lowest one, and the end (exclusive)."""
         self._turns = Turns()
         self._most_bytes_at_once = 0
         """Maximum bytes of a copy that `launch` makes itself. 0: it makes none."""
-        # Bytes that `launch` may still copy itself in this turn. 0 until the first `begin_turn`, which only a caller
-        # calls that settles completions in turns.
+        # Bytes that `launch` may still copy itself in this turn. 0 until the first `begin_turn`: a caller without turns
+        # never calls it, so threads make all its copies.
         self._left_bytes = 0
         self._deliver: Callable[[Completion], object]
         """Set by `open`."""
@@ -250,8 +250,9 @@ class LocalTransport:
             raise
 
     def begin_turn(self) -> None:
-        """Call this each time you have settled completions: `launch` may then again make small copies of CPU tensors
-        itself, up to a bound. Do not call it if you settle completions inside `deliver`."""
+        """Call this once in each turn of your event loop, after you have settled completions: `launch` may then again
+        make small copies of CPU tensors itself, up to a number of bytes. Do not call it if you settle completions
+        inside `deliver`."""
         self._left_bytes = TURN_BYTES
 
     def give_up(self, job_id: int) -> None:
@@ -314,15 +315,15 @@ class LocalTransport:
             return
         if len(ids) < FEW_IDS:
             few = sorted(ids)
-            first, last, has_twice = few[0], few[-1], len(set(few)) < len(few)
+            first, last, has_duplicates = few[0], few[-1], len(set(few)) < len(few)
         else:
             many = np.frombuffer(ids, np.int32).copy()
             many.sort()
             first, last = int(many[0]), int(many[-1])
-            has_twice = bool(np.count_nonzero(many[1:] == many[:-1]))
+            has_duplicates = bool(np.count_nonzero(many[1:] == many[:-1]))
         if not lowest <= first <= last < stop:
             raise TransferRefused(f"job {plan.job_id}: {name} must be in [{lowest}, {stop}), got {first} to {last}")
-        if has_twice:
+        if has_duplicates:
             raise TransferRefused(f"job {plan.job_id}: {name} names a block twice")
 
 
@@ -332,7 +333,7 @@ def check_tiers(tiers: object) -> dict[Tier, TransportTier]:
         raise InvalidArgument("tiers", f"must be a mapping of tiers, got {shown(tiers)}")
     for tier, found in tiers.items():
         if tier is not CUSTOM:
-            raise InvalidArgument("tiers", f"must be of CUSTOM, got {shown(tier)}")
+            raise InvalidArgument("tiers", f"must have only the key Tier.CUSTOM, got {shown(tier)}")
         check_has("tiers", found, "TransportTier", TIER_METHODS)
     return dict(tiers)
 

@@ -143,7 +143,7 @@ class CopiesAtOnce(Protocol):
     """A transport that makes small copies inside `launch`, and bounds them for each turn of the event loop."""
 
     def begin_turn(self) -> None:
-        """Completions were settled: the bounds on copies inside `launch` are reset."""
+        """A turn begins: `launch` may again copy as many bytes itself as the bound of a turn allows."""
         ...
 
 

@@ -21,7 +21,8 @@ MEMOS_OF = {
     "CheckpointOrder": frozenset({"_buckets", "_changed", "_checkpoints", "_split", "_tails"}),
     "TokenSequence": frozenset({"keys"}),
 }
-"""The same for single classes. The worths of the first are computed when the next part to evict is asked for."""
+"""The same, for one class only. `CheckpointOrder` computes them when it is asked for the next part to evict,
+`TokenSequence` when the index looks up a key."""
 PLAIN = (int, float, str, bytes, type(None))
 FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType, type)
 LAYOUTS = ("__slots__", "__mypyc_attrs__")

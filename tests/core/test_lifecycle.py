@@ -102,7 +102,7 @@ def test_a_legal_move_happens(kind: str, old: State, new: State) -> None:
 
 
 def test_an_observer_may_ignore_the_moves_of_requests() -> None:
-    """The ledger makes no events for it then (`wants_move`). Each other event still comes."""
+    """If `wants_move` returns False for a move, the ledger makes no event for it. All other events still come."""
     recorded = LeftStates()
     recorded.wants_move = lambda kind, state: kind is not RequestMoved  # type: ignore[attr-defined]
     moves = Moves(recorded)

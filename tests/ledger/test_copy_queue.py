@@ -435,7 +435,7 @@ CALLS: dict[str, Callable[[CopyQueue, Any], object]] = {
     "refuse": lambda queue, job: queue.refuse([job.plan]),
     "advance": lambda queue, _: queue.advance(),
     "settle_delivered": lambda queue, _: queue.settle_delivered(),
-    "settle_in_turn": lambda queue, _: queue.settle_in_turn(),
+    "settle_now": lambda queue, _: queue.settle_now(),
     "give_up_late": lambda queue, _: queue.give_up_late(),
     "give_up": lambda queue, job: queue.give_up([job.job_id], "mine"),
     "turn_off": lambda queue, _: queue.turn_off("mine"),
@@ -532,12 +532,12 @@ def test_what_is_copied_at_once_is_settled_in_the_next_turn() -> None:
 
 
 def test_what_is_copied_at_once_may_be_settled_in_its_turn() -> None:
-    """`settle_in_turn` settles it without a new turn, so the bounds on such copies stay, and launches what waits. It
-    says whether there was anything."""
+    """`settle_now` settles copies that `launch` has made, and launches waiting jobs. No new turn begins, so the bytes
+    of such copies still count. It returns whether it settled anything."""
     loop, copies = at_once(max_jobs_in_flight=1)
-    assert not loop.queue.settle_in_turn()
+    assert not loop.queue.settle_now()
     loop.store(1)
-    assert loop.queue.settle_in_turn()
+    assert loop.queue.settle_now()
     assert not loop.ledger.jobs.unsettled and not copies.num_settled_inside
     assert copies.num_turns == 1, "the one at the start"
 

@@ -259,7 +259,7 @@ class Rows:
     strides: NDArray[np.int64]
     offsets: NDArray[np.int64]
     are_blocks: bool
-    """Whether row `b` is block `b`, the whole of it."""
+    """Whether each block is exactly one row, with the block id as its index. Then ids need no conversion to indices."""
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], unit: int, row_bytes: int) -> Rows:
