@@ -194,6 +194,14 @@ _AT_ONCE = (
         test="tests/shell/test_worker.py::test_a_small_load_gives_others_one_turn[asyncio]",
     ),
     Mutant(
+        "an observer calls the ledger in the middle of a change",
+        "aoffload._kernel.moves",
+        'before, hooks.calling = hooks.calling, "wants_move"',
+        'before, hooks.calling = hooks.calling, ""',
+        "code of a program never meets a change that is half done",
+        test="tests/metrics/test_observers.py::test_an_observer_that_is_asked_for_its_wishes_must_not_call_the_ledger",
+    ),
+    Mutant(
         "small load begins a turn for copies",
         QUEUE,
         "        self._settle_inbox()\n        self._dispatch()\n",

@@ -112,7 +112,7 @@ class CacheBase:
         self.new_sequence: Callable[[Prefix, int], TokenSequence] = TokenSequence
         """Makes the token sequence of each prefix that a caller passes. An extension may replace it, to put KV under
         other roots."""
-        self.moves = moves = Moves(observer, clock)
+        self.moves = moves = Moves(observer, clock, self.hooks)
         added = (*built_in, *own)
         sizes: dict[Tier, int] = {
             DEVICE: num_device_blocks - 1,

@@ -9,8 +9,13 @@ from typing import Any
 
 from ..errors import IllegalTransition
 from .events import Event, JobMoved, Observer, RequestMoved, StepBegun, StepEnded
-from .records import Job, LedgerRequest, Step
+from .hooks import Hooks
+from .records import Job, LedgerRequest, Step, do_nothing
 from .states import ALLOCATED, JOB_MOVES, REQUEST_MOVES, JobState, RequestState, State, Stateful
+
+
+def _no_hooks() -> Hooks:
+    return Hooks(do_nothing)
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +26,8 @@ class Moves:
     observer: Observer | None
     clock: Callable[[], float] | None = None
     """The clock for the ages of states. None: ages are not measured."""
+    hooks: Hooks = field(default_factory=_no_hooks)
+    """While an observer answers `wants_move`, verbs are refused as they are in a hook."""
     unreported: deque[Event] = field(default_factory=deque, init=False)
     """Events that are not reported yet. Each call of the ledger reports them when its change is complete."""
     _wants_move: Any = field(init=False)
@@ -34,10 +41,14 @@ class Moves:
         """Whether the observer wants an event of a move to `state`."""
         if self._wants_move is None:
             return True
+        hooks = self.hooks
+        before, hooks.calling = hooks.calling, "wants_move"  # verbs are refused: the change is not complete
         try:
             return bool(self._wants_move(kind, state))
         except BaseException:  # noqa: BLE001 - as for `observe`: the caller of the ledger has to get its answer
             return True
+        finally:
+            hooks.calling = before
 
     def request(self, request: LedgerRequest, state: RequestState) -> None:
         old = request.state

@@ -11,8 +11,18 @@ import anyio
 import pytest
 from scraping import BACKENDS, measured, prompt, serve
 
-from aoffload import InvalidArgument
-from aoffload.ledger import CompletionDelivered, Event, JobMoved, JobState, Observers, RequestMoved, WaitedForBlocks
+from aoffload import InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, WrongState
+from aoffload.ledger import (
+    CompletionDelivered,
+    Event,
+    JobMoved,
+    JobState,
+    Observers,
+    Prefix,
+    RequestMoved,
+    Root,
+    WaitedForBlocks,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -39,6 +49,31 @@ class Recorder:
                 self.threads.add(threading.get_ident())
             case WaitedForBlocks():
                 self.waits.append(event.seconds)
+
+
+def test_an_observer_that_is_asked_for_its_wishes_must_not_call_the_ledger() -> None:
+    """It is asked in the middle of a change. So each verb is refused then, and the call of the ledger goes on."""
+
+    class Meddles(Recorder):
+        num_refused = 0
+
+        def wants_move(self, kind: type[Event], state: object) -> bool:
+            for record in tuple(ledger.live_requests.values()):
+                with pytest.raises(WrongState, match="must not call the ledger"):
+                    ledger.release(record)
+                self.num_refused += 1
+            return True
+
+    observer = Meddles()
+    config = OffloadConfig(groups=[KVCacheGroup("all", block_size=4)], num_host_blocks=4)
+    ledger = Ledger(config, 5, observer=observer)
+    record = ledger.admit(Prefix.of(Root("test"), prompt(1, 8)))
+    ledger.allocate_nowait(record)
+    ledger.plan_load(record)
+    ledger.commit(record, 8)
+    ledger.release(record)
+    assert observer.num_refused >= 4 and observer.moves[-1] == "done"
+    ledger.check_integrity()
 
 
 class Broken:
