@@ -14,7 +14,7 @@ PYTHON_GPU ?= $(BIN)/python
 
 PEERS := build/peers
 
-.PHONY: demo lint test test-serving test-rest test-lowest dependencies check docs prove mutants prove-long prove-states tiers gpu gpu-dry attacks vllm vllm33 vllm-installed s3-server bench bench-peers compiled test-compiled lockstep compare-builds compiled-memory compiled-soak compiled-vllm wheels clean
+.PHONY: demo lint test test-rest test-proof test-engines test-shell test-lowest dependencies check docs prove mutants prove-long prove-states tiers gpu gpu-dry attacks vllm vllm33 vllm-installed s3-server bench bench-peers compiled test-compiled lockstep compare-builds compiled-memory compiled-soak compiled-vllm wheels clean
 
 # Installed once; again when what it was installed from changes.
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-dev.txt
@@ -27,22 +27,29 @@ $(VENV)/.installed: pyproject.toml constraints.txt constraints-dev.txt
 demo: $(VENV)/.installed
 	$(BIN)/python -m aoffload.demo $(DEMO_ARGS)
 
-# All of them in two halves, a core for each; or those that TEST_ARGS names.
+# All of them in four groups, two at a time, the longest first; or those that TEST_ARGS names.
 test: $(VENV)/.installed
 ifdef TEST_ARGS
 	$(BIN)/python -m pytest $(TEST_ARGS)
 else
-	$(MAKE) --jobs=2 --output-sync=target --no-print-directory test-serving test-rest
+	$(MAKE) --jobs=2 --output-sync=target --no-print-directory test-rest test-proof test-engines test-shell
 endif
 
-# Two halves that take equally long.
-SERVING := tests/demo tests/integrations tests/metrics tests/proof tests/server tests/shell tests/trace
+PROOF_TESTS := tests/proof tests/demo
+ENGINE_TESTS := tests/integrations tests/server
+SHELL_TESTS := tests/shell tests/metrics tests/trace
 
-test-serving: $(VENV)/.installed
-	$(BIN)/python -m pytest -p no:cacheprovider $(SERVING)
+test-proof: $(VENV)/.installed
+	$(BIN)/python -m pytest -p no:cacheprovider $(PROOF_TESTS)
+
+test-engines: $(VENV)/.installed
+	$(BIN)/python -m pytest -p no:cacheprovider $(ENGINE_TESTS)
+
+test-shell: $(VENV)/.installed
+	$(BIN)/python -m pytest -p no:cacheprovider $(SHELL_TESTS)
 
 test-rest: $(VENV)/.installed
-	$(BIN)/python -m pytest $(SERVING:%=--ignore=%)
+	$(BIN)/python -m pytest $(foreach group,$(PROOF_TESTS) $(ENGINE_TESTS) $(SHELL_TESTS),--ignore=$(group))
 
 # A part of the tests with the lowest versions that pyproject.toml states, in an environment of its own: 6 GB, since the
 # index has old versions of torch with all of CUDA. The experts of gpt-oss need torch 2.9, and say so.
