@@ -379,6 +379,7 @@ def publish(leases: RequestLeases, request: LedgerRequest, stop: int) -> None:
                 continue
             run = following
         agreed = sequence.common_stop(run, stop)
+        assert agreed > position, "a run that does not begin with these tokens"
         run = cache.cut(run, agreed)
         parts = run.parts_in(DEVICE)
         if not any(part.num_references or part.incoming is not None for part in parts):
