@@ -20,7 +20,7 @@ from .cycle import BLOCK_SIZE, SIZES, PerBlock, Tokens, prompts_of
 from .harness import SAMPLE_S, Rounds, Row, Sample, Subject, timed
 from .peer import Peer
 
-__all__ = ["run"]
+__all__ = ["FLOATS_PER_BLOCK", "NUM_AT_A_TIME", "batch", "run"]
 
 WANTED = (4.0, 25.0, 120.0, 180.0)
 NUM_AT_A_TIME = 64
@@ -46,7 +46,7 @@ async def measure(num_blocks: int, wanted: float, backend: str, vllm: Peer | Non
     against, other = _other(num_blocks, vllm)
     async with OffloadRuntime(config, kv_cache) as runtime:
         for _ in range(2):
-            await _batch(runtime, next(sets))
+            await batch(runtime, next(sets))
             await runtime.flush()
         rounds = Rounds(("ours", against), seconds=SECONDS_PER_ROW)
         for name in rounds:
@@ -72,12 +72,13 @@ def _other(num_blocks: int, vllm: Peer | None) -> tuple[str, Subject]:
 async def _sample(runtime: OffloadRuntime, prompts: list[Tokens]) -> Sample:
     """One request's share of a batch."""
     cpu, wall = time.thread_time(), time.perf_counter()
-    await _batch(runtime, prompts)
+    await batch(runtime, prompts)
     number = len(prompts)
     return Sample((time.perf_counter() - wall) / number, (time.thread_time() - cpu) / number)
 
 
-async def _batch(runtime: OffloadRuntime, prompts: list[Tokens]) -> None:
+async def batch(runtime: OffloadRuntime, prompts: list[Tokens]) -> None:
+    """Serve all `prompts` at once, a task for each."""
     async with anyio.create_task_group() as clients:
         for prompt in prompts:
             clients.start_soon(_serve, runtime, prompt)

@@ -29,16 +29,15 @@ from aoffload import KVCacheGroup, Ledger, OffloadConfig, OffloadRuntime
 from aoffload._common.env import Env
 from aoffload.ledger import Completion, LedgerRequest, Outcome, Prefix, TransferPlan
 
+from .api import FLOATS_PER_BLOCK, NUM_AT_A_TIME, batch
 from .cycle import BLOCK_SIZE, ROOT, Tokens, prompts_of
 from .harness import Measured, Rounds, Row, Sample
 from .peer import Peer
 
 __all__ = ["run"]
 
-NUM_AT_A_TIME = 64
 SIZES = (64, 8)
 BACKENDS = ("asyncio", "trio")
-FLOATS_PER_BLOCK = 16
 SECONDS_PER_TABLE = 6.0
 SAMPLE_EVERY_S = 0.0005
 MOST_TIMES = 2.0
@@ -80,23 +79,23 @@ async def table(num_blocks: int, backend: str, seconds: float = SECONDS_PER_TABL
     where: Counter[str] = Counter()
     async with OffloadRuntime(config, torch.zeros(num_device_blocks, FLOATS_PER_BLOCK)) as runtime:
         for _ in range(2):
-            await _batch(runtime, next(sets))
+            await batch(runtime, next(sets))
             await runtime.flush()
             through_ledger(ledger, next(ledger_sets))
         rounds = Rounds(("runtime", "sampled", "ledger", "bare"), seconds=seconds)
         for name in rounds:
             if name == "ledger":
-                batch = next(ledger_sets)
-                rounds.add(name, _share(lambda batch=batch: through_ledger(ledger, batch)))  # type: ignore[misc]
+                prompts_now = next(ledger_sets)
+                rounds.add(name, _share(lambda given=prompts_now: through_ledger(ledger, given)))  # type: ignore[misc]
                 continue
             cpu, wall = time.thread_time(), time.perf_counter()
             if name == "bare":
                 await wakes.batch()
             elif name == "sampled":
                 with sampled(where):
-                    await _batch(runtime, next(sets))
+                    await batch(runtime, next(sets))
             else:
-                await _batch(runtime, next(sets))
+                await batch(runtime, next(sets))
             number = NUM_AT_A_TIME
             rounds.add(name, Sample((time.perf_counter() - wall) / number, (time.thread_time() - cpu) / number))
     return _rows(f"{num_blocks} blocks, {backend}", rounds.measured(), where)
@@ -137,19 +136,6 @@ def _share(work: Callable[[], object]) -> Sample:
 
 
 # -- the three subjects ------------------------------------------------------------------------------------------------
-
-
-async def _batch(runtime: OffloadRuntime, prompts: list[Tokens]) -> None:
-    async with anyio.create_task_group() as clients:
-        for prompt in prompts:
-            clients.start_soon(_serve, runtime, prompt)
-
-
-async def _serve(runtime: OffloadRuntime, prompt: Tokens) -> None:
-    async with runtime.request(prompt) as request:
-        await request.allocate()
-        await request.load()
-        request.commit(len(prompt))
 
 
 def through_ledger(ledger: Ledger, prompts: list[Tokens]) -> None:

@@ -331,10 +331,7 @@ class Loads:
 
 def has_holes(request: LedgerRequest) -> bool:
     """Whether the window tables have holes: null entries that must get blocks if nothing is loaded."""
-    windows = request.tables[1:]
-    return bool(windows) and any(
-        table.num_null(max(request.published, table.start), request.num_units) for table in windows
-    )
+    return any(table.num_null(max(request.published, table.start), request.num_units) for table in request.tables[1:])
 
 
 def require_no_holes(request: LedgerRequest, call: str) -> None:
