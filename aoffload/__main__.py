@@ -40,11 +40,11 @@ class Command:
 
 
 COMMANDS = (
-    Command("demo", "aoffload.demo.command", "serve conversations with and without offload, and compare"),
-    Command("trace", "aoffload.trace.command", "what a log of events says: a summary, one request, a page, Perfetto"),
-    Command("plan", "aoffload.plan.command", "what host memory and disk are worth buying, from what was asked for"),
-    Command("top", "aoffload.top.command", "a live view of a running process, from its metrics", "metrics"),
-    Command("serve", "aoffload._reference.server.command", "a model behind OpenAI's API, over HTTP", "server"),
+    Command("demo", "aoffload.demo.command", "serve conversations with and without offload, and compare them"),
+    Command("trace", "aoffload.trace.command", "explain a log of events: as text, as a page, or for Perfetto"),
+    Command("plan", "aoffload.plan.command", "say how much host memory and disk to buy, from a trace or three numbers"),
+    Command("top", "aoffload.top.command", "show live rates and the hit share of a running process", "metrics"),
+    Command("serve", "aoffload._reference.server.command", "serve a model over HTTP with OpenAI's API", "server"),
 )
 
 
@@ -73,12 +73,12 @@ def usage() -> str:
             "",
             "KV cache offload for async LLM serving.",
             "",
-            "commands (`aoffload COMMAND --help` says more):",
+            "commands (for the options of one: aoffload COMMAND --help):",
             *rows,
             "",
             "options:",
-            "  -h, --help     show this and leave",
-            "  -V, --version  say what is installed, and leave",
+            "  -h, --help     show this help, and exit",
+            "  -V, --version  show the installed versions, and exit",
         ]
     )
 

@@ -66,46 +66,54 @@ def make_parser() -> argparse.ArgumentParser:
     default = DemoOptions()
     parser = argparse.ArgumentParser(
         prog="aoffload demo",
-        description="Serve conversations on a device pool that keeps everything, on a small one without offload, and "
-        "on the small one with offload; compare answers, logits and times.",
-        epilog="Exit status: 0 good; 1 answers differ, a block is corrupt or a pin is left; 2 bad options; 130 Ctrl-C.",
+        description="Serve the same conversations three times: on a device pool with space for all of them, on a small "
+        "pool without offload, and on the small pool with offload. Compare answers, logits and times.",
+        epilog="Exit status: 0 for success; 1 if answers differ, a block is corrupt or a pin is left; 2 for a wrong "
+        "option; 130 after Ctrl-C.",
     )
     add = parser.add_argument
-    add("--backend", choices=("asyncio", "trio"), default=default.backend, help="event loop (default: %(default)s)")
+    add("--backend", choices=("asyncio", "trio"), default=default.backend, help="the event loop (default: %(default)s)")
     add("--requests", dest="num_requests", type=count(1, 100_000), default=default.num_requests, metavar="N",
-        help="turns in all conversations together (default: %(default)s)")  # fmt: skip
+        help="the number of turns in all conversations (default: %(default)s)")  # fmt: skip
     add("--device-blocks", dest="num_device_blocks", type=count(1, MAX_BLOCKS), metavar="N",
-        help="blocks of the small device pool (default: 128, for models with windows what they need)")  # fmt: skip
+        help="the number of blocks of the small device pool (default: 128, or as many as a model with "
+        "windows needs)")  # fmt: skip
     add("--host-blocks", dest="num_host_blocks", type=count(1, MAX_BLOCKS), metavar="N",
-        help="blocks in host memory (default: 2048 for each group of layers)")  # fmt: skip
+        help="the number of blocks in host memory (default: 2048 for each group of layers)")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default=default.device, help="where the model runs (default: %(default)s)")
     add("--cancel-rate", type=SHARE, default=default.cancel_rate, metavar="P",
-        help="part of the clients that go away at random points, in the run with offload (default: 0)")  # fmt: skip
-    add("--model", default=default.model, metavar="|".join((*MODEL_NAMES, "DIR")), help="(default: %(default)s)")
+        help="the share of clients that disconnect at random points, in the run with offload (default: 0)")  # fmt: skip
+    add("--model", default=default.model, metavar="|".join((*MODEL_NAMES, "DIR")),
+        help="the name of a small model with random weights, or a directory with a model (default: "
+        "%(default)s)")  # fmt: skip
     add("--store", choices=STORE_POLICIES, default=default.store,
-        help="what is copied to host memory, in the run with offload (default: %(default)s)")  # fmt: skip
+        help="which blocks are copied to host memory, in the run with offload (default: %(default)s)")  # fmt: skip
     add("--load", choices=LOAD_CHOICES, default=default.load,
-        help="what of host memory's hits is loaded, in the run with offload: all, or what costs less than computing it "
-        "(default: %(default)s)")  # fmt: skip
+        help="which hits are loaded from host memory, in the run with offload: all, or only those that "
+        "load faster than they are computed (default: %(default)s)")  # fmt: skip
     add("--host-gbs", type=SPEED, metavar="GB/S",
-        help="loads from host memory are that slow, in the run with offload")  # fmt: skip
+        help="slow loads from host memory down to this speed, in the run with offload")  # fmt: skip
     add("--eviction", choices=EVICTIONS, default=default.eviction,
-        help="which blocks lose their room first, in the run with offload (default: %(default)s)")  # fmt: skip
-    add("--seed", type=count(0, 2**63 - 1), default=default.seed, metavar="N", help="weights and workload")
-    add("--log", type=Path, metavar="FILE", help="one JSON line per event")
+        help="which blocks are evicted first, in the run with offload (default: %(default)s)")  # fmt: skip
+    add("--seed", type=count(0, 2**63 - 1), default=default.seed, metavar="N",
+        help="the seed of weights and workload (default: %(default)s)")  # fmt: skip
+    add("--log", type=Path, metavar="FILE", help="write each event as a line of JSON to this file")
     add("--record", type=Path, metavar="FILE",
-        help="what the run with offload is asked for, in blocks, for aoffload plan; a new file")  # fmt: skip
-    add("--json", type=Path, metavar="FILE", help="the result")
+        help="record the requests of the run with offload in this new file, as a trace for aoffload plan")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="write the result to this file")
     add("--corrupt", type=_corrupt, nargs="?", const=Corrupt.BOTH, metavar="both|checksum|logits",
-        help="exchange two loaded blocks on purpose, before and after they are verified")  # fmt: skip
+        help="exchange two loaded blocks on purpose, before and after their checksums are compared")  # fmt: skip
     add("--layered", action="store_true",
-        help="a fourth run, with offload: prompts are begun while their prefix is loading, layer by layer")  # fmt: skip
+        help="add a fourth run, with offload, which starts to compute a prompt while its prefix is loaded "
+        "layer by layer")  # fmt: skip
     add("--disk", type=Path, metavar="DIR",
-        help="a disk tier in DIR (1 GiB), in the run with offload: a second demo with it starts warm")  # fmt: skip
+        help="add a disk tier of 1 GiB in this directory to the run with offload; the next demo finds its "
+        "blocks there")  # fmt: skip
     add("--remote", metavar="URL",
-        help="a store that is shared, such as redis://localhost, in the run with offload: what one demo has computed "
-        "another one finds there")  # fmt: skip
-    add("--remote-secret", type=Path, metavar="FILE", help="a file with the secret that encrypts what is there")
+        help="add a store that servers share, such as redis://localhost, to the run with offload; other "
+        "demos find its blocks there")  # fmt: skip
+    add("--remote-secret", type=Path, metavar="FILE",
+        help="a file with the secret that encrypts the blocks in the store")  # fmt: skip
     return parser
 
 

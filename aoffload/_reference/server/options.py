@@ -85,64 +85,79 @@ def make_parser() -> argparse.ArgumentParser:
     default = ServerOptions()
     parser = argparse.ArgumentParser(
         prog="aoffload serve",
-        description="Serve a model to clients of OpenAI's API, with KV cache offload, on loopback by default.",
-        epilog="SIGTERM and Ctrl-C drain: those inside get their answers, up to --drain-timeout; a second one ends "
-        "them at once. Exit status: 0 after that, 2 for bad options or an address that can't be had.",
+        description="Serve a model over HTTP with OpenAI's API and KV cache offload. The default address is loopback.",
+        epilog="After SIGTERM or Ctrl-C, the server accepts no requests, and running requests have --drain-timeout to "
+        "end. A second signal ends them at once. Exit status: 0 after that; 2 for a wrong option or an address "
+        "that is not available.",
     )
     add = parser.add_argument
-    add("--model", default=default.model, metavar="|".join((*MODEL_NAMES, "DIR")), help="(default: %(default)s)")
-    add("--served-name", metavar="NAME", help="what clients call the model")
-    add("--seed", type=count(0, 2**63 - 1), default=default.seed, metavar="N", help="weights of the named models")
+    add("--model", default=default.model, metavar="|".join((*MODEL_NAMES, "DIR")),
+        help="the name of a small model with random weights, or a directory with a model (default: "
+        "%(default)s)")  # fmt: skip
+    add("--served-name", metavar="NAME", help="the name by which clients ask for the model")
+    add("--seed", type=count(0, 2**63 - 1), default=default.seed, metavar="N",
+        help="the seed of the weights of a named model (default: %(default)s)")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), default=default.device, help="where the model runs (default: %(default)s)")
-    add("--host", default=default.host, metavar="ADDRESS", help="where to listen (default: %(default)s)")
-    add("--port", type=count(0, 65535), default=default.port, metavar="N", help="0: a free one (default: %(default)s)")
-    add("--api-key", metavar="KEY", help="clients send it as Authorization: Bearer KEY; anybody here can see a command "
-        "line, so rather set it as AOFFLOAD_API_KEY, or in a file")  # fmt: skip
-    add("--api-key-file", type=Path, metavar="FILE", help="a file that has the key in its first line")
+    add("--host", default=default.host, metavar="ADDRESS", help="the address to listen on (default: %(default)s)")
+    add("--port", type=count(0, 65535), default=default.port, metavar="N",
+        help="the port to listen on; 0 chooses a free one (default: %(default)s)")  # fmt: skip
+    add("--api-key", metavar="KEY",
+        help="the key that clients send as Authorization: Bearer KEY. Other users of this machine can see "
+        "a command line, so prefer AOFFLOAD_API_KEY or --api-key-file")  # fmt: skip
+    add("--api-key-file", type=Path, metavar="FILE", help="a file with the key in its first line")
     add("--allow-host", dest="allowed_hosts", action="append", default=[], metavar="NAME",
-        help="a name that clients may call the server by, besides those of loopback; may be repeated")  # fmt: skip
-    add("--require-salt", dest="requires_salt", action="store_true", help="refuse requests without a cache_salt")
+        help="a host name that clients may use in addition to those of loopback; may be repeated")  # fmt: skip
+    add("--require-salt", dest="requires_salt", action="store_true", help="refuse requests that have no cache_salt")
     add("--device-blocks", dest="num_device_blocks", type=count(1, MAX_BLOCKS), metavar="N",
-        help="blocks of 16 tokens on the device (default: 512 for each group of layers, "
-        "and 8 checkpoints of a recurrent state)")  # fmt: skip
+        help="the number of blocks of 16 tokens on the device (default: 512 for each group of layers, and "
+        "8 checkpoints of a recurrent state)")  # fmt: skip
     add("--host-blocks", dest="num_host_blocks", type=count(0, MAX_BLOCKS), metavar="N",
-        help="blocks in host memory, 0 for no offload (default: 2048 for each group of layers, "
-        "and 32 checkpoints of a recurrent state)")  # fmt: skip
-    add("--store", choices=STORE_POLICIES, default=default.store, help="what is copied to host memory")
+        help="the number of blocks in host memory; 0 means no offload (default: 2048 for each group of "
+        "layers, and 32 checkpoints of a recurrent state)")  # fmt: skip
+    add("--store", choices=STORE_POLICIES, default=default.store,
+        help="which blocks are copied to host memory (default: %(default)s)")  # fmt: skip
     add("--load", choices=LOAD_CHOICES, default=default.load,
-        help="which hits of host memory are loaded: all, or what costs less than computing (%(default)s)")  # fmt: skip
+        help="which hits are loaded from host memory: all, or only those that load faster than they are "
+        "computed (default: %(default)s)")  # fmt: skip
     add("--eviction", choices=EVICTIONS, default=default.eviction,
-        help="which blocks lose their room first (default: %(default)s)")  # fmt: skip
-    add("--disk", type=Path, metavar="DIR", help="a disk tier in DIR: what a server leaves there, the next one finds")
+        help="which blocks are evicted first (default: %(default)s)")  # fmt: skip
+    add("--disk", type=Path, metavar="DIR",
+        help="add a disk tier in this directory; the next server finds its blocks there")  # fmt: skip
     add("--disk-size", default=default.disk_size, metavar="SIZE",
-        help="all that it takes, allocated at the start (default: %(default)s)")  # fmt: skip
-    add("--remote", metavar="URL", help="a store shared with other servers, such as redis://cache.internal")
+        help="the size of the disk tier, allocated at the start (default: %(default)s)")  # fmt: skip
+    add("--remote", metavar="URL", help="add a store that servers share, such as redis://cache.internal")
     add("--remote-secret", type=Path, metavar="FILE",
-        help="a file with the secret that encrypts what is there: without, its network has to be trusted")  # fmt: skip
+        help="a file with the secret that encrypts the blocks in the store; without a secret, the network "
+        "must be trusted")  # fmt: skip
     add("--max-running", type=count(1, 4096), default=default.max_running, metavar="N",
-        help="requests in the engine at a time (default: %(default)s)")  # fmt: skip
+        help="limit on the requests that the engine computes at a time (default: %(default)s)")  # fmt: skip
     add("--max-requests", type=count(1, 1_000_000), default=default.max_requests, metavar="N",
-        help="requests in the server at a time; others get 429 (default: %(default)s)")  # fmt: skip
-    add("--max-tokens", type=count(2, 2**31 - 1), metavar="N", help="prompt and answer of one request together")
+        help="limit on the requests in the server at a time; further requests are answered with 429 "
+        "(default: %(default)s)")  # fmt: skip
+    add("--max-tokens", type=count(2, 2**31 - 1), metavar="N",
+        help="the largest number of tokens of a prompt and its answer together")  # fmt: skip
     add("--max-body-bytes", type=count(1024, 2**30), default=default.max_body_bytes, metavar="N",
-        help="of one request (default: %(default)s)")  # fmt: skip
+        help="limit on the size of a request body (default: %(default)s)")  # fmt: skip
     add("--max-reading-bytes", type=count(1024, 2**40), default=default.max_reading_bytes, metavar="N",
-        help="of all bodies that are not complete (default: %(default)s)")  # fmt: skip
+        help="limit on the bytes of all bodies that have not arrived completely (default: %(default)s)")  # fmt: skip
     add("--max-connections", type=count(1, 1_000_000), default=default.max_connections, metavar="N",
-        help="connections at a time; the oldest idle one makes room (default: %(default)s)")  # fmt: skip
+        help="limit on the number of connections; a further one closes the connection that has been idle longest "
+        "(default: %(default)s)")  # fmt: skip
     add("--max-unread-bytes", type=count(0, 2**40), default=default.max_unread_bytes, metavar="N",
-        help="of answers that are complete and not read (default: %(default)s)")  # fmt: skip
+        help="limit on the bytes of complete answers that clients have not read (default: %(default)s)")  # fmt: skip
     add("--read-timeout", dest="read_timeout_s", type=SECONDS, default=default.read_timeout_s, metavar="S",
-        help="for a header, for a body, and for reading some of an answer (default: %(default)s)")  # fmt: skip
+        help="the seconds in which a client must send a header, send a body, or read a part of an answer "
+        "(default: %(default)s)")  # fmt: skip
     add("--answer-timeout", dest="answer_timeout_s", type=SECONDS, default=default.answer_timeout_s, metavar="S",
-        help="what one answer may take, its reader included (default: %(default)s)")  # fmt: skip
+        help="the seconds that an answer may take, including the time that its client takes to read it "
+        "(default: %(default)s)")  # fmt: skip
     add("--drain-timeout", dest="drain_timeout_s", type=SECONDS, default=default.drain_timeout_s, metavar="S",
-        help="what those inside get after SIGTERM (default: %(default)s)")  # fmt: skip
+        help="the seconds that running requests have after SIGTERM (default: %(default)s)")  # fmt: skip
     add("--threads", dest="num_threads", type=count(1, 1024), default=default.num_threads, metavar="N",
-        help="threads of torch (default: %(default)s)")  # fmt: skip
-    add("--log", type=Path, metavar="FILE", help="one JSON line for each event of the runtime")
+        help="the number of threads of torch (default: %(default)s)")  # fmt: skip
+    add("--log", type=Path, metavar="FILE", help="write each event of the runtime as a line of JSON to this file")
     add("--write-tokenizer", type=Path, metavar="DIR",
-        help="write the byte-level tokenizer there, for load generators, and leave")  # fmt: skip
+        help="write the byte-level tokenizer to this directory for load generators, and exit")  # fmt: skip
     return parser
 
 
