@@ -122,19 +122,29 @@ def _given() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m proof", description=__doc__)
     parts = f"{', '.join(PARTS)} (these four, if none is named), {', '.join(OWN_RUNS)}"
     parser.add_argument("parts", nargs="*", metavar="PART", help=parts)
-    about = f"how many ({NUM_PROGRAMS:,}; with states {NUM_STATE_PROGRAMS:,}), and what a mutant is shown at most"
+    about = (
+        f"the number of programs (default: {NUM_PROGRAMS:,}; for states {NUM_STATE_PROGRAMS:,}); the limit for a mutant"
+    )
     parser.add_argument("--programs", type=int, help=about)
-    parser.add_argument("--short", action="store_true", help="what every change has to pass")
+    parser.add_argument("--short", action="store_true", help="run the part that each change must pass")
     add_share(parser, "quarter", 4, "the programs of the short form")
     add_share(parser, "half", 2, "the campaign of the short form")
-    parser.add_argument("--seconds", type=float, default=0.0, help="go on with programs of new seeds for that long")
-    parser.add_argument("--depth", type=int, default=1, help="of the campaign: how far each scenario is explored")
-    parser.add_argument("--rests", type=int, help=f"of the soaks ({NUM_RESTS}), each after some 400 requests")
-    parser.add_argument("--soak-seconds", type=float, default=0.0, help="let the soaks go on for that long instead")
+    parser.add_argument("--seconds", type=float, default=0.0, help="continue with new seeds until this time has passed")
+    parser.add_argument("--depth", type=int, default=1, help="how far the campaign explores each scenario")
+    parser.add_argument(
+        "--rests",
+        type=int,
+        help=f"the number of rests of the soaks (default: {NUM_RESTS}), each after some 400 requests",
+    )
+    parser.add_argument(
+        "--soak-seconds", type=float, default=0.0, help="end the soaks after this time, and not after --rests"
+    )
     mutants = parser.add_argument_group("mutants")
     add_share(mutants, "ninth", 9, "the mutants")
-    mutants.add_argument("--only", default="", metavar="TEXT", help="those with it in their name")
-    mutants.add_argument("--ranges", type=int, default=1, help="of seeds: in each of them programs have to find it")
+    mutants.add_argument("--only", default="", metavar="TEXT", help="plant only mutants with TEXT in their name")
+    mutants.add_argument(
+        "--ranges", type=int, default=1, help="the number of seed ranges; programs must find the mutant in each range"
+    )
     given = parser.parse_args()
     if unknown := set(given.parts) - {*PARTS, *OWN_RUNS}:
         parser.error(f"there is no part called {', '.join(unknown)}")

@@ -33,8 +33,10 @@ LINE = re.compile(r"(?<=\.py):\d+")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m proof.compare_builds", description=__doc__)
-    parser.add_argument("--beside", type=Path, required=True, metavar="PYTHON", help="that has the compiled core")
-    parser.add_argument("--parts", nargs="*", default=[], help="arguments, rooms, values, plug-ins; all by default")
+    parser.add_argument(
+        "--beside", type=Path, required=True, metavar="PYTHON", help="the interpreter with the compiled core"
+    )
+    parser.add_argument("--parts", nargs="*", default=[], help="arguments, rooms, values or plug-ins (default: all)")
     add_share(parser, "third", 3, "the situations in which arguments are invalid")
     given = parser.parse_args()
     third = share_of(given.third, 3, "situations")

@@ -86,11 +86,13 @@ def first_difference(one: Build, other: Build, face: str, seed: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m proof.lockstep", description=__doc__)
-    parser.add_argument("--beside", type=Path, metavar="PYTHON", help="that has the compiled core")
-    parser.add_argument("--base", type=Path, metavar="TREE", help="of another commit: compares answers alone")
-    parser.add_argument("--programs", type=int, default=20_000, help="at least so many")
+    parser.add_argument("--beside", type=Path, metavar="PYTHON", help="the interpreter with the compiled core")
+    parser.add_argument(
+        "--base", type=Path, metavar="TREE", help="a source tree of another commit; only answers are compared"
+    )
+    parser.add_argument("--programs", type=int, default=20_000, help="the smallest number of programs")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="pairs of processes at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="the number of pairs of processes that run at a time")
     given = parser.parse_args()
     if given.beside is None and given.base is None:
         parser.error("give --beside, --base, or both")

@@ -373,13 +373,15 @@ MEMORIES: dict[str, MakeMemory] = {"cpu": HostMemory, "cuda": cuda_memory}
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m proof.soak", description=__doc__)
-    parser.add_argument("--rests", type=int, default=_LENGTH.num_rests, help="how often all clients come to rest")
-    parser.add_argument("--seconds", type=float, default=0.0, help="that long instead")
+    parser.add_argument(
+        "--rests", type=int, default=_LENGTH.num_rests, help="the number of times that all clients come to rest"
+    )
+    parser.add_argument("--seconds", type=float, default=0.0, help="end after this time, and not after --rests")
     parser.add_argument("--backend", choices=tuple(BACKENDS), default="asyncio")
     parser.add_argument("--device", choices=tuple(MEMORIES), default="cpu", help="where the KV is (default: cpu)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--clients", type=int, default=_LENGTH.num_clients, help="requests at a time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and all samples there")
+    parser.add_argument("--clients", type=int, default=_LENGTH.num_clients, help="the number of concurrent requests")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and all samples to this file")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: not run, since torch sees no CUDA device")

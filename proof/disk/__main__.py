@@ -104,12 +104,16 @@ def _judged(mutant: Any, first: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m proof.disk", description=__doc__)
     parser.add_argument("part", nargs="?", choices=["explore", "mutants"], default="explore")
-    parser.add_argument("--seeds", type=int, default=10_000, help="how many stories")
+    parser.add_argument("--seeds", type=int, default=10_000, help="the number of histories")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--lives", type=int, default=10_000, help="lives in which erasures fail, at least")
-    parser.add_argument("--swept", type=int, default=4, help="stories of which every call fails in every way")
+    parser.add_argument(
+        "--lives", type=int, default=10_000, help="the smallest number of process lives in which erasures fail"
+    )
+    parser.add_argument(
+        "--swept", type=int, default=4, help="the number of histories in which each call fails in each way"
+    )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--only", default="", metavar="TEXT", help="mutants with it in their name")
+    parser.add_argument("--only", default="", metavar="TEXT", help="plant only mutants with TEXT in their name")
     given = parser.parse_args()
     preload(("numpy", "attrs", "torch", "xxhash"))
     began_s = time.monotonic()

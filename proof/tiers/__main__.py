@@ -94,7 +94,7 @@ def _made(name: str, size: Size) -> list[dict[str, object]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m proof.tiers", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all, if none is named")
-    parser.add_argument("--short", action="store_true", help="what every change has to pass, in two minutes")
+    parser.add_argument("--short", action="store_true", help="run the part that each change must pass (two minutes)")
     given = parser.parse_args(arguments)
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"there is no part called {', '.join(sorted(unknown))}")

@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m proof.vllm", description=(__doc__ or "").partition("\n")[0])
     names = list(dict.fromkeys(part.name for part in (*PARTS, *NEWER)))
     parser.add_argument("names", nargs="*", metavar="PART", help=f"{', '.join(names)}; all, if none is named")
-    parser.add_argument("--short", action="store_true", help="the parts and scenarios that every change has to pass")
-    parser.add_argument("--newer", action="store_true", help="the parts of `make vllm33`")
+    parser.add_argument("--short", action="store_true", help="run the parts and scenarios that each change must pass")
+    parser.add_argument("--newer", action="store_true", help="run the parts of `make vllm33`")
     add_share(parser, "third", 3, "the parts, beside the first one")
     given = parser.parse_args(arguments)
     if unknown := set(given.names) - set(names):
