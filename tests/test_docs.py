@@ -352,6 +352,20 @@ def test_readme_code_runs_and_prints_what_it_says() -> None:
     assert printed.getvalue() == shown
 
 
+def test_the_pages_stay_short() -> None:
+    """All pages together, code and tables included, have at most 20,000 words."""
+    assert sum(len(page.read_text().split()) for page in (README, *DOCS.rglob("*.md"))) <= 20_000
+
+
+def test_figures_of_the_readme_stand_on_the_page_that_says_how_they_were_measured() -> None:
+    """Each time, share and count of the README's table of figures is a figure of docs/performance.md, too."""
+    table = README.read_text().partition("\nMeasured | ")[2].partition("\n\n")[0]
+    figures = set(re.findall(r"(?<![\w.,])\d+(?:,\d{3})*(?= µs| %| to | requests| tokens| MiB)", table))
+    known = set(re.findall(r"(?<![\w.,])\d+(?:,\d{3})*(?!\.\d|\w|,\d)", (DOCS / "performance.md").read_text()))
+    assert len(figures) >= 12
+    assert figures - known == set()
+
+
 def test_readme_names_commands_that_the_makefile_has() -> None:
     """`make` knows every target that the README tells to run."""
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
