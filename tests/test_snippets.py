@@ -245,15 +245,6 @@ async def recording(names: Names, _: Path) -> None:
     assert Path("asked.jsonl").exists()  # noqa: ASYNC240 - a local file
 
 
-async def keeping(names: Names, path: Path) -> None:
-    store = names["DirectoryStore"](path)
-    store.put(b"key", memoryview(b"value"), 1.0)
-    assert (list(store.exist([b"key", b"other"], 1.0)), store.get(b"key", 1.0)) == ([True, False], b"value")
-    store.remove(b"key", 1.0)
-    assert store.get(b"key", 1.0) is None
-    aoffload.RemoteTier(store)
-
-
 async def viewing(names: Names, _: Path) -> None:
     """What is written to the tensor of a layer is in its region."""
     model, layers = names["model"], names["layers"]
@@ -330,7 +321,6 @@ AFTERWARDS: dict[str, Callable[[Names, Path], Awaitable[None]]] = {
     "docs/kv_events.md": publishing,
     "docs/metrics.md": measuring,
     "docs/plan.md": recording,
-    "docs/remote.md": keeping,
     "docs/server.md": answering,
 }
 """Uses what the blocks of a page define, and would otherwise only define."""

@@ -588,7 +588,12 @@ class Request(RequestBase[Ledger, LedgerRequest]):
 
     def invalidate(self, from_token: int) -> None:
         """Invalidate the tokens that a failed forward committed from `from_token` on. Aborts requests that may have
-        read them."""
+        read them.
+
+        With a disk, the records of these blocks, and of blocks freed since the last reset, are erased in the background
+        and synced. If the process is killed before that, the next process may find the blocks: call `reset(Tier.DISK)`
+        there. With a remote store, the cells are removed in the background. This process never again loads a cell that
+        it has put there before the call, but other processes may hit a cell until it is removed."""
         record = self._live()
         self._abort_readers(partial(self._session.ledger.invalidation.invalidate, record, from_token))
 

@@ -14,32 +14,33 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 USED_FOR = {
-    "": "always",
-    "trio": "trio as the event loop; `aoffload.testing`",
-    "uvloop": "uvloop as asyncio's event loop",
-    "transformers": "[models](models.md) in the demo and the server",
-    "cuda": "batched copies on a GPU; torch alone without it",
-    "disk": "[a disk tier](disk.md)",
-    "remote": "[a remote tier](remote.md) in Redis or Valkey",
-    "object-storage": "a remote tier in [object storage](remote.md#stores)",
-    "mooncake": "a remote tier in Mooncake Store; brings a large distribution, which is not listed here",
+    "": "every installation",
+    "trio": "trio, and `aoffload.testing`",
+    "uvloop": "uvloop with asyncio",
+    "transformers": "[models](models.md) of the demo and the server",
+    "cuda": "faster copies on a GPU",
+    "disk": "a [disk](disk.md)",
+    "remote": "a [store](remote.md) in Redis or Valkey",
+    "object-storage": "a [store](remote.md#stores) in object storage",
+    "mooncake": "a [store](remote.md#stores) in Mooncake Store",
     "metrics": "`aoffload.metrics`",
     "events": "`aoffload.kv_events`",
     "server": "`aoffload serve`",
-    "vllm": "nothing: vLLM loads the connector",
+    "vllm": "[vLLM](vllm.md), which you install yourself",
 }
 """The extras that users install, and `""` for what is always required."""
+NOT_INSTALLED = {"mooncake": "not listed, because it is large"}
+"""Extras whose distributions are not installed where this page is written."""
 HEAD = """# Dependencies
 
-With the licence that each distribution states about itself. `make dependencies` writes this page, from what is
-installed (Linux, torch for CPUs). `make test-lowest` tests the lowest versions.
+This table lists the distributions that each extra installs, with their versions and the licences that they state.
+`make dependencies` writes this page. `make test-lowest` tests the lowest versions.
 
-Extra | For
----|---
+Extra | Needed for | Distributions
+---|---|---
 """
-TABLE = """
-Extra | Distribution | Versions | Written with | Licence | Brings along
----|---|---|---|---|---
+TAIL = """
+Indirect dependencies have the licences {licences}.
 """
 LICENCES = {
     "Apache Software License": "Apache-2.0",
@@ -58,8 +59,8 @@ LONGEST = 60
 
 
 def page() -> str:
-    purposes = [f"{shown(extra)} | {purpose}\n" for extra, purpose in USED_FOR.items()]
-    return HEAD + "".join(purposes) + TABLE + "".join(map(rows, USED_FOR))
+    rows = [f"{shown(extra)} | {purpose} | {distributions(extra)}\n" for extra, purpose in USED_FOR.items()]
+    return HEAD + "".join(rows) + TAIL.format(licences=indirect_licences())
 
 
 def shown(extra: str) -> str:
@@ -71,27 +72,22 @@ def requirements(extra: str) -> list[str]:
     return found
 
 
-def rows(extra: str) -> str:
-    """The distributions that an extra names, and those that they bring along."""
-    lines: list[str] = []
-    if extra == "mooncake":
-        return ""
-    known = set() if not extra else {canonicalize_name(name) for name in closure(requirements(""))}
-    for text in requirements(extra):
-        wanted = Requirement(text)
-        found = metadata.distribution(wanted.name)
-        others = [name for name in closure(found.requires or []) if canonicalize_name(name) not in known]
-        cells = (shown(extra), wanted.name, str(wanted.specifier), found.version, licence(found), by_licence(others))
-        lines.append(" | ".join(cells) + "\n")
-    return "".join(lines)
+def distributions(extra: str) -> str:
+    """The distributions that an extra names, each with its versions and its licence."""
+    if extra in NOT_INSTALLED:
+        return NOT_INSTALLED[extra]
+    wanted = [Requirement(text) for text in requirements(extra)]
+    stated = [f"{one.name} {one.specifier} ({licence(metadata.distribution(one.name))})" for one in wanted]
+    return ", ".join(stated) or "none"
 
 
-def by_licence(names: list[str]) -> str:
-    """`MIT: one, another; BSD: a third`."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        found.setdefault(licence(metadata.distribution(name)), []).append(name)
-    return "; ".join(f"{stated}: {', '.join(having)}" for stated, having in sorted(found.items())) or "nothing"
+def indirect_licences() -> str:
+    """The licences of the distributions that those of the table require."""
+    texts = [text for extra in USED_FOR if extra not in NOT_INSTALLED for text in requirements(extra)]
+    direct = {canonicalize_name(Requirement(text).name) for text in texts}
+    indirect = [name for name in closure(texts) if canonicalize_name(name) not in direct]
+    *first, last = sorted({licence(metadata.distribution(name)) for name in indirect})
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def closure(texts: list[str]) -> list[str]:

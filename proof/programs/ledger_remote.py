@@ -230,7 +230,7 @@ class RemoteCalls(DiskCalls):
         self.on_their_way.clear()
         for digest, found in list(self.store.items()):
             if found is not None and self._is_revoked(found):
-                del self.store[digest]  # nor that of revoked objects: see docs/remote.md
+                del self.store[digest]  # nor that of revoked objects: see _tiers/remote/memory.py
             elif found is not None:
                 self.store[digest] = attrs.evolve(found, number=None)
         self.removals = Removals()

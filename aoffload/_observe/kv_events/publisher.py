@@ -144,6 +144,12 @@ class KVEventPublisher:
     itself. `replay` is the address for requests of missed batches. The publisher listens only at the addresses given;
     the default for `bind` is on loopback. The first batch says that the cache is empty, and then what it contains. The
     last batch says that it is empty.
+
+    A message has three frames: `topic`, the number of the batch (8 bytes, big-endian, from 0), and the batch in
+    msgpack: `[seconds since 1970, events, data_parallel_rank]`. To request a missing batch, send an empty frame and
+    its number to `replay`. The answers have the frames empty, `topic`, number and batch, for each later batch that
+    is kept; the last one has eight bytes `ff` in place of the number. If a batch is no longer kept, the whole cache
+    is published again, at most once a second.
     """
 
     def __init__(
