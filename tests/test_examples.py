@@ -24,7 +24,7 @@ MAX_LINES_OF = {
     "own_engine": 80, "engine_blocks": 95, "ledger_step_loop": 115, "continuous_batching": 150, "async_engine": 200,
     "directory_tier": 200, "step_scheduler": 260,
 }  # fmt: skip
-"""Whole engines, a whole scheduler in miniature, and a whole tier, for who writes one."""
+"""Complete engines, a small scheduler, and a tier. They are longer than the other examples."""
 
 each_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
 
