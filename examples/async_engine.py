@@ -1,8 +1,8 @@
-"""An asyncio engine with its own block pool and prefix cache: the runtime manages only host memory.
+"""An asyncio engine with its own block pool and prefix cache. The runtime manages only host memory.
 
-Each request is a task. It may be cancelled at any await, and is preempted when an older one needs its blocks. Copies
-may fail, hang, or end without proof. Tokens that a load does not bring are computed. The "model" reads the KV of all
-earlier tokens, so one wrong byte changes the output. docs/engines.md has the rules.
+Each request is a task. It may be cancelled at any await, and is preempted when an older request needs its blocks.
+Copies may fail, hang, or end without proof. The engine computes the tokens that a load does not bring. Its "model"
+reads the KV of all earlier tokens, so one wrong byte changes the output. docs/engines.md has the rules.
 
 Prints:
     22 requests: 18 answered, 4 hung up on

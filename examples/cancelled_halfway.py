@@ -1,4 +1,4 @@
-"""A request cancelled half-way: its forward runs to the end, then its pins are released. Committed tokens stay cached.
+"""A request is cancelled during a forward. Its pins are released after the forward, and committed tokens stay cached.
 
 Prints:
     cancelled while a thread computes: 16 blocks pinned

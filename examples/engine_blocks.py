@@ -1,4 +1,4 @@
-"""A minimal engine that owns its blocks, with a `HostCache` below its prefix cache.
+"""A minimal engine with its own blocks. A `HostCache` manages host memory.
 
 `finish_copies` makes the copies, and a variable stands for the engine's prefix cache. See docs/engines.md.
 

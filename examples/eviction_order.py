@@ -1,8 +1,8 @@
-"""An eviction order: prompts that were used again are evicted later than prompts that were used once.
+"""An eviction order that evicts prompts that were used again later than prompts that were used once.
 
 LRU evicts a system prompt while many other prompts pass. This order treats each block that was used again as if its
-last use had been `bonus` uses later. So a block that never returns is evicted, too, only later. With a bonus of 0 it is
-LRU.
+last use had been `bonus` uses later. So it also evicts a block that is never used again, but later. With a bonus of 0,
+the order is LRU.
 
 Prints:
     LeastRecentlyUsed: 1,920 tokens loaded

@@ -1,7 +1,7 @@
-"""A `Ledger` in a step loop that cannot await. A `CopyQueue` launches its plans within bounds, and settles them.
+"""A synchronous step loop with a `Ledger`. A `CopyQueue` launches the copies that the ledger plans.
 
-Copies may fail, bring corrupt bytes, end without proof, or hang. Tokens that are not loaded are computed. The "model"
-reads the KV of all earlier tokens, so one wrong byte changes the output.
+Copies may fail, bring corrupt bytes, end without proof, or hang. The engine computes the tokens that are not loaded.
+Its "model" reads the KV of all earlier tokens, so one wrong byte changes the output.
 
 Prints:
     a computes tokens 0 to 59

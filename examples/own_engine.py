@@ -1,4 +1,4 @@
-"""An engine of your own around the runtime, from the model to the proof. docs/tutorial.md explains it step by step.
+"""A small engine around `OffloadRuntime`, from the model to a check of every token. docs/tutorial.md explains it.
 
 Prints:
     How are you? 80 of 311 prompt tokens were cached

@@ -1,4 +1,4 @@
-"""The runtime in a plain asyncio program: clients come and go, forwards run in threads, one client is cancelled.
+"""`OffloadRuntime` in an asyncio program. Forwards run in threads, and one client is cancelled.
 
 Prints:
     first time: 0 of 8 prompts were warm

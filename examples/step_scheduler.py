@@ -1,9 +1,9 @@
-"""A step-based scheduler with its own block pool and prefix cache: a `HostCache` manages host memory only.
+"""A step-based scheduler with its own block pool and prefix cache. A `HostCache` manages only host memory.
 
 The engine ref-counts its blocks, computes long prompts in chunks and several requests in one forward, drafts tokens,
-preempts, and forks. It may reuse any block that no request and no copy holds. Copies may fail, bring corrupt bytes, or
-hang. Tokens that are not loaded are computed, and a request that cannot fit ends with `OutOfBlocks`. The "model" reads
-the KV of every token that attention reads, so one wrong byte changes the output.
+preempts, and forks. It reuses a block only if no request and no copy holds it. Copies may fail, bring corrupt bytes, or
+hang. The engine computes the tokens that are not loaded. A request that cannot fit ends with `OutOfBlocks`. The "model"
+reads the KV of every token that attention reads, so one wrong byte changes the output.
 
 Prints:
     16 outputs like those of a run without blocks: True

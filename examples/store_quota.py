@@ -1,4 +1,4 @@
-"""An extension: commits store at most `max_blocks` blocks of each cache salt in host memory.
+"""An extension that lets commits store at most `max_blocks` blocks of each cache salt in host memory.
 
 Prints:
     blocks in host memory: {'alice': 4, 'bob': 3}, hits: [48, 16, 0, 48]

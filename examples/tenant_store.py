@@ -1,4 +1,4 @@
-"""A store policy: named tenants are stored at once, others at their second use, and short prompts never.
+"""A store policy that stores prompts of named tenants at once, others at their second use, and short prompts never.
 
 Prints:
     host hits after one use:  {'gold': 48, 'free': 0, 'short': 0}

@@ -1,4 +1,4 @@
-"""Two rank processes, as in tensor parallel: each has its part of every block, and one runtime decides for both.
+"""Two rank processes, as with tensor parallelism. Each has a part of every block, and one runtime decides for both.
 
 Prints:
     first time: 0 tokens ready

@@ -1,4 +1,4 @@
-"""A warm prefix: stored, evicted from the device, and loaded back with the same bytes.
+"""A prefix is stored in host memory, evicted from the device, and loaded back with the same bytes.
 
 Prints:
     first time: 0 tokens on the device, 0 in host memory

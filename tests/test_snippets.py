@@ -20,6 +20,8 @@ import torch
 
 import aoffload
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, Request, RequestState
+from aoffload.ledger import Direction
+from aoffload.testing import FaultyTransport
 from aoffload.transport import LocalTransport
 
 ROOT = Path(__file__).parents[1]
@@ -151,6 +153,14 @@ async def promising() -> AsyncIterator[Names]:
         }  # fmt: skip
 
 
+def forward_of_floats(kv_cache: torch.Tensor, tokens: range, start: int, table: list[int]) -> None:
+    """In the place of a model, whose KV of a token is the token. Checks that the KV before `start` is right."""
+    for at in range(start, len(tokens)):
+        kv_cache[table[at // 16], at % 16] = float(tokens[at])
+    found = kv_cache[table].flatten()[: len(tokens)]
+    assert found.tolist() == [float(token) for token in tokens]
+
+
 def build(rank: int, num_ranks: int) -> torch.Tensor:
     """The KV tensors of a rank."""
     return torch.zeros(NUM_ROWS, 8)
@@ -184,6 +194,7 @@ AROUND: dict[str, Callable[[], Any]] = {
     "docs/disk.md": partial(given, groups=GROUPS, model_path="model"),
     "docs/remote.md": partial(given, groups=GROUPS, model_path="model", secret=b"of eight letters"),
     "docs/layouts.md": partial(given, model_path="model", num_blocks=NUM_ROWS),
+    "docs/engines.md": partial(given, forward=forward_of_floats),
     "docs/ranks.md": partial(given, build=build, config=config(), model_path="model"),
     "docs/cuda.md": partial(given, kv_caches=torch.zeros(NUM_ROWS, 8)),
     "docs/loads.md": starting_early,
@@ -222,10 +233,26 @@ async def loading(names: Names, _: Path) -> None:
 
 
 async def owning_blocks(names: Names, _: Path) -> None:
+    """The second request computes the last 4 of 100 tokens; after a failed load, more of them. `forward_of_floats`
+    checks the loaded KV. No block is lost."""
+    make_pool, pools = names["Pool"], list[Any]()
+
+    def noted(num_rows: int) -> Any:
+        pools.append(make_pool(num_rows))
+        return pools[-1]
+
+    names["Pool"] = noted
     assert await names["main"]() == 96
-    assert (names["serve"](range(500, 600)), names["serve"](range(100))) == (0, 96)
-    names["finish_copies"]()
-    assert len(names["pool"].free) == 40
+    noted(41)
+    kv_cache = torch.zeros(41, 16)
+    transport = FaultyTransport(LocalTransport(kv_cache), "fail", every=1, direction=Direction.LOAD)
+    async with aoffload.HostCacheRuntime(names["config"], transport=transport, engine_blocks=pools[-1]) as runtime:
+        starts = []
+        for first in (0, 500, 0):
+            starts.append(await names["serve"](runtime, kv_cache, pools[-1], range(first, first + 100)))
+            await runtime.flush()
+    assert starts[:2] == [0, 0] and 0 < starts[2] < 96
+    assert [len(pool.free) for pool in pools] == [40, 40]
 
 
 async def publishing(names: Names, _: Path) -> None:

@@ -272,6 +272,12 @@ class HostCache(AnyLedger):
         load is lost to a reset (`lost_to_reset`), the call gives up the load. `max_job_bytes` replaces the configured
         limit.
 
+        Full attention loads all units after the tokens of the engine's cache. A window loads only the units that are
+        read at the end of the hit. All other entries of `into` may be the null block 0. If the window begins inside the
+        first of its units, the blocks of this unit before the window may be missing, too. Blocks before a window are
+        not loaded, so keep them out of the engine's prefix cache. If the engine's own hit ends inside a block, name a
+        new block in its place, because the load brings this block as a whole.
+
         With a recurrent state, `into_checkpoint` holds the blocks for the checkpoint at the end of the hit, and the
         lists of its groups in `into` are ignored.
         """
@@ -591,7 +597,9 @@ class HostCache(AnyLedger):
 
     @property
     def deferred_requests(self) -> tuple[str, ...]:
-        """Ids of the requests with deferred blocks, the oldest first. They may be over. `find` is called for them."""
+        """Ids of the requests with deferred blocks, the oldest first. They may be over. `find` is called for them, so
+        keep their tokens. At most 128 requests have deferred blocks: for one more, those of the oldest are given
+        up."""
         return tuple(self.offers.deferred)
 
     # -- the end --------------------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ class EngineBlocks(Protocol):
 
     The ledger calls both methods in the middle of its own calls, including calls about other requests. They must not
     raise and must not call the ledger: they only count references of each block. The ledger may hold a block several
-    times, and gives it back as often.
+    times, and gives it back as often. It gives back the blocks of a load that ended UNPROVEN, or took too long, only
+    once the copy is proven to be over. Give back the last blocks of a table first, so that the pool reuses them before
+    the first blocks.
     """
 
     def hold(self, block_ids: array[int]) -> object:
@@ -31,5 +33,6 @@ class FindsBlocks(EngineBlocks, Protocol):
     def find(self, request_id: str, group: int, start: int, stop: int) -> Sequence[int]:
         """The engine's ids of blocks `[start, stop)` of a request, in group number `group`. 0 for a block that the
         engine does not have, or whose forward is not submitted yet. The request may be over. If several requests had
-        this id, return blocks of the last one."""
+        this id, return blocks of the last one. A free block may be returned: then `hold` has to remove it from the free
+        list. vLLM: `get_cached_block`."""
         ...

@@ -69,6 +69,13 @@ class Watchers:
 class EvictionOrder(Protocol):
     """The eviction order of one tier. It has every unpinned part with blocks; the oldest one loses its tail first.
 
+    In full attention, the end of a path must be evicted before its start: a block whose prefix was evicted cannot be
+    found, and only takes space. When a use ends, the cache adds the last part of the path first, so an order by time
+    has this property. Nothing checks it.
+
+    A factory of orders is called once to check its result, once for each tier, and again at each reset. It has to
+    return a new order at each call.
+
     An order may write `Part.rank`, a number that means nothing to the cache: runs whose parts differ in rank are not
     merged, both halves of a split run have its rank, and a run whose rank is not 0 does not grow.
 

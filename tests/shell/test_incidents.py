@@ -1,4 +1,4 @@
-"""The founding incidents of docs/motivation.md, each as it happened elsewhere, on every event loop."""
+"""The five incidents of docs/howto/the-promise.md, each reproduced on every event loop."""
 
 from __future__ import annotations
 
