@@ -54,7 +54,7 @@ def kinds(model: ModelLayout) -> list[Any]:
 
 
 def test_the_table_of_known_models_is_what_the_code_says() -> None:
-    """tests/model_layouts.md has a row for each of the thirteen configurations, from `python -m proof.model_layouts`."""
+    """tests/model_layouts.md has a row for each configuration, and `python -m proof.model_layouts` writes it."""
     assert len(model_layouts.rows()) == 13
     assert model_layouts.page_with_table() == model_layouts.PAGE.read_text(), "run python -m proof.model_layouts"
 

@@ -45,7 +45,7 @@ def test_a_type_is_served_right_or_refused(kind: str) -> None:
 
 
 def test_the_table_lists_every_type() -> None:
-    """tests/model_types.md has a row for each type of causal language model in the version of transformers that it names."""
+    """tests/model_types.md has a row for each type of causal language model in the transformers that it names."""
     if not is_written_with_this_version():
         pytest.skip("another version of transformers")
     rows = [line.split(" | ") for line in TABLE.splitlines() if " | " in line][1:]
