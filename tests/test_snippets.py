@@ -283,7 +283,23 @@ async def answering(names: Names, _: Path) -> None:
     await names["main"]()
 
 
+async def checkpointing(names: Names, _: Path) -> None:
+    """A request that returns continues from its checkpoint. One that diverges writes a checkpoint of its own."""
+    blocks, seen = torch.zeros(65, 2, 16, 4, 32), list[tuple[float, int]]()
+
+    def forward(block_ids: list[list[int]], slot: torch.Tensor, stop: int) -> None:
+        seen.append((float(slot.flatten()[0]), stop))
+        slot.fill_(stop)
+
+    first = list(range(100))
+    async with OffloadRuntime(names["config"], blocks) as runtime:
+        for tokens in (first, first, [*first, *range(200, 260)]):
+            await names["serve"](runtime, blocks, tokens, torch.zeros(4, 2, 16, 4, 32), forward)
+    assert seen == [(0, 96), (96, 100), (96, 100), (96, 144), (144, 160)]
+
+
 AFTERWARDS: dict[str, Callable[[Names, Path], Awaitable[None]]] = {
+    "docs/howto/recurrent.md": checkpointing,
     "docs/eviction.md": evicting,
     "docs/engines.md": owning_blocks,
     "docs/loads.md": loading,
