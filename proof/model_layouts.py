@@ -1,9 +1,9 @@
 """Known models in an engine of your own, in the reference engine, and under vLLM.
 
-    python -m proof.model_layouts   writes the tables of docs/models.md
+    python -m proof.model_layouts   writes the tables of tests/model_layouts.md
 
 The first column of answers is that of `groups_of` for the configurations in tests/model_configs. The second one is read
-from the table of types in docs/models.md, which `python -m proof.model_types` makes. The column of vLLM runs the
+from the table of types in tests/model_types.md, which `python -m proof.model_types` makes. The column of vLLM runs the
 connector's check on the kinds of KV cache group that vLLM makes for such layers. A second table has the sizes of
 recurrent states.
 """
@@ -24,7 +24,7 @@ from aoffload import ChunkedLocal, ConfigError, FullAttention, ModelLayout, Slid
 __all__ = ["BEGIN", "END", "PAGE", "page_with_table", "rows", "state_rows", "types_served"]
 
 ROOT = Path(__file__).parents[1]
-PAGE, CONFIGS = ROOT / "docs/models.md", ROOT / "tests/model_configs"
+PAGE, TYPES, CONFIGS = (ROOT / "tests" / name for name in ("model_layouts.md", "model_types.md", "model_configs"))
 BEGIN, END = "<!-- layouts: python -m proof.model_layouts -->\n", "<!-- end of layouts -->\n"
 STATES_BEGIN, STATES_END = "<!-- states: python -m proof.model_layouts -->\n", "<!-- end of states -->\n"
 STATES_HEAD = (
@@ -40,7 +40,7 @@ KINDS = {
 
 def rows() -> list[str]:
     """A row for each configuration."""
-    served = types_served(PAGE.read_text())
+    served = types_served(TYPES.read_text())
     return [row_of(path, served) for path in sorted(CONFIGS.glob("*.json"), key=lambda path: path.name.lower())]
 
 
@@ -176,12 +176,10 @@ def _vllm_interface() -> Iterator[None]:
 
 
 def page_with_table() -> str:
-    """The text of docs/models.md with these tables in place of the old ones."""
+    """The text of tests/model_layouts.md with these tables in place of the old ones."""
     text = PAGE.read_text()
-    text = (
-        f"{text.split(STATES_BEGIN)[0]}{STATES_BEGIN}\n{STATES_HEAD}{''.join(state_rows())}{STATES_END}"
-        + (text.split(STATES_END)[1])
-    )
+    states = f"{STATES_BEGIN}\n{STATES_HEAD}{''.join(state_rows())}{STATES_END}"
+    text = f"{text.split(STATES_BEGIN)[0]}{states}{text.split(STATES_END)[1]}"
     return f"{text.split(BEGIN)[0]}{BEGIN}\n{HEAD}{''.join(rows())}{END}{text.split(END)[1]}"
 
 

@@ -1,6 +1,6 @@
 """Whether `load_model` serves each type of causal language model of the installed transformers.
 
-    python -m proof.model_types              writes the table of docs/models.md (some minutes)
+    python -m proof.model_types              writes the table of tests/model_types.md (some minutes)
     python -m proof.model_types llama dbrx   prints the result for these types
 
 A tiny model of each type is built from its config, with random weights. If `serve` accepts it, its answers
@@ -28,7 +28,7 @@ from aoffload.integrations import PagedBatch, SequenceSlice
 
 __all__ = ["PAGE", "Finding", "examine", "model_types", "page_with", "tiny_model"]
 
-PAGE = Path(__file__).parents[1] / "docs/models.md"
+PAGE = Path(__file__).parents[1] / "tests/model_types.md"
 BEGIN, END = "<!-- types: python -m proof.model_types -->\n", "<!-- end of types -->\n"
 MOST_WEIGHTS = 6_000_000
 
@@ -253,7 +253,7 @@ def _one_line(text: str) -> str:
 
 
 def page_with(findings: list[Finding]) -> str:
-    """The text of docs/models.md with this table in place of the old one."""
+    """The text of tests/model_types.md with this table in place of the old one."""
     import transformers
 
     text = PAGE.read_text()

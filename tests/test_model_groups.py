@@ -53,8 +53,8 @@ def kinds(model: ModelLayout) -> list[Any]:
 # -- known models ----------------------------------------------------------------------------------------------------
 
 
-def test_the_table_in_the_page_is_what_the_code_says() -> None:
-    """docs/models.md has a row for each of the thirteen configurations, made by `python -m proof.model_layouts`."""
+def test_the_table_of_known_models_is_what_the_code_says() -> None:
+    """tests/model_layouts.md has a row for each configuration, and `python -m proof.model_layouts` writes it."""
     assert len(model_layouts.rows()) == 13
     assert model_layouts.page_with_table() == model_layouts.PAGE.read_text(), "run python -m proof.model_layouts"
 

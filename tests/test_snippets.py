@@ -183,12 +183,6 @@ class Engine:
 
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "dtype": "float16"}
-HYBRID = {
-    "model_type": "qwen3_next", "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "hidden_size": 32, "dtype": "bfloat16",
-    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-}  # fmt: skip
 GROUPS = [KVCacheGroup("full", block_size=16)]
 AROUND: dict[str, Callable[[], Any]] = {
     "docs/disk.md": partial(given, groups=GROUPS, model_path="model"),
@@ -280,38 +274,6 @@ async def viewing(names: Names, _: Path) -> None:
         (view,) = region.views
         layers[view.layer, view.holds][7, 1, 3] = 1.0
         assert names["kv_caches"][region.name][7, 1, 3].all() and names["kv_caches"][region.name].sum() > 0
-    read_and_write_a_checkpoint(names)
-
-
-def read_and_write_a_checkpoint(names: Names) -> None:
-    """A checkpoint comes back from its blocks, in whatever order their ids are. It changes no other block, and each of
-    its tensors has the place that `states` says."""
-    model = names["model"] = aoffload.groups_of(HYBRID, block_size=2)
-    kv_caches = names["kv_caches"] = {
-        region.name: torch.zeros(40, *region.shape, dtype=getattr(torch, region.dtype)) for region in model.regions
-    }
-    num_rows = model.groups[-1].num_rows
-    assert len(model.regions) == 2 and num_rows > 2
-    generator = torch.Generator().manual_seed(2)
-    states = {
-        (state.layer, state.holds): torch.randn(state.shape, generator=generator).to(getattr(torch, state.dtype))
-        for state in model.states
-    }
-    block_ids = [3 * number % 40 or 39 for number in range(num_rows, 0, -1)]
-    names["write_checkpoint"](block_ids, states)
-    found = names["read_checkpoint"](block_ids)
-    assert found.keys() == states.keys() and all(torch.equal(found[key], states[key]) for key in states)
-    for cache in kv_caches.values():
-        written = {number for number in range(40) if cache[number].any()}
-        assert written <= {*block_ids}
-    content = b"".join(
-        kv_caches[region.name][block_id].flatten().view(torch.uint8).numpy().tobytes()
-        for block_id in block_ids
-        for region in model.regions
-    )
-    for state in model.states:
-        stored = states[state.layer, state.holds].flatten().view(torch.uint8).numpy().tobytes()
-        assert content[state.offset : state.offset + state.num_bytes] == stored
 
 
 async def sliding(names: Names, _: Path) -> None:
@@ -339,7 +301,23 @@ async def answering(names: Names, _: Path) -> None:
     await names["main"]()
 
 
+async def checkpointing(names: Names, _: Path) -> None:
+    """A request that returns continues from its checkpoint. One that diverges writes a checkpoint of its own."""
+    blocks, seen = torch.zeros(65, 2, 16, 4, 32), list[tuple[float, int]]()
+
+    def forward(block_ids: list[list[int]], slot: torch.Tensor, stop: int) -> None:
+        seen.append((float(slot.flatten()[0]), stop))
+        slot.fill_(stop)
+
+    first = list(range(100))
+    async with OffloadRuntime(names["config"], blocks) as runtime:
+        for tokens in (first, first, [*first, *range(200, 260)]):
+            await names["serve"](runtime, blocks, tokens, torch.zeros(4, 2, 16, 4, 32), forward)
+    assert seen == [(0, 96), (96, 100), (96, 100), (96, 144), (144, 160)]
+
+
 AFTERWARDS: dict[str, Callable[[Names, Path], Awaitable[None]]] = {
+    "docs/howto/recurrent.md": checkpointing,
     "docs/eviction.md": evicting,
     "docs/engines.md": owning_blocks,
     "docs/loads.md": loading,

@@ -22,7 +22,7 @@ class Figure:
     """A line of the report."""
 
     name: str
-    """Its name in docs/cuda.md."""
+    """Its name in proof/gpu/expected.md."""
     about: str
     source: str
     """Its name among the readings of its part."""

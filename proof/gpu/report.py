@@ -1,4 +1,4 @@
-"""The report: a line for each part, for each figure that docs/cuda.md names, and for everything else that was found."""
+"""The report: a line for each part, for each figure that expected.md names, and for everything else that was found."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PartReport:
             yield figure, self.readings.get(figure.source, missing)
 
     def others(self) -> Iterator[tuple[str, Reading]]:
-        """What the part has found besides the figures that the page of docs names."""
+        """What the part has found besides the figures that expected.md names."""
         named = {figure.source for figure in self.part.figures}
         return ((name, reading) for name, reading in self.readings.items() if name not in named)
 

@@ -37,15 +37,15 @@ def is_written_with_this_version() -> bool:
 @pytest.mark.parametrize("kind", SAMPLE)
 def test_a_type_is_served_right_or_refused(kind: str) -> None:
     """A small model of the type either gives what it gives by itself, over prompts longer than its windows, or is
-    refused by an error of ours before its first answer; docs/models.md says which, and why."""
+    refused by an error of ours before its first answer; tests/model_types.md says which, and why."""
     found = examine(kind)
     assert found.verdict != "wrong", found.reason
     if is_written_with_this_version():
         assert found.row in TABLE, "run python -m proof.model_types"
 
 
-def test_the_page_lists_every_type() -> None:
-    """docs/models.md has a row for each type of causal language model in transformers, in the version that it names."""
+def test_the_table_lists_every_type() -> None:
+    """tests/model_types.md has a row for each type of causal language model in the transformers that it names."""
     if not is_written_with_this_version():
         pytest.skip("another version of transformers")
     rows = [line.split(" | ") for line in TABLE.splitlines() if " | " in line][1:]

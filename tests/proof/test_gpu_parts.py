@@ -1,4 +1,4 @@
-"""Each figure that docs/cuda.md waits for has one part of `make gpu`, and each part can be read."""
+"""Each figure that proof/gpu/expected.md waits for has one part of `make gpu`, and each part can be read."""
 
 from __future__ import annotations
 
@@ -25,30 +25,28 @@ from proof.soak import Length
 from proof.soak import soak as run_soak
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "docs/cuda.md"
+PAGE, FIGURES = ROOT / "docs/cuda.md", ROOT / "proof/gpu/expected.md"
 
 
 def awaited() -> dict[str, str]:
-    """The table of figures in docs/cuda.md: what each of them is, by name. A row has five cells: what is expected,
-    what was measured, and where."""
-    section = PAGE.read_text().partition("## What only a device can show")[2].partition("\n## ")[0]
-    rows = re.findall(r"^`(\w+)` \| ([^|]+) \| [^|]+ \| [^|]+ \|[^|]*$", section, re.MULTILINE)
-    assert len(rows) == len(re.findall(r"^`\w+` \|", section, re.MULTILINE)), "a row without all of its cells"
+    """The table of figures in proof/gpu/expected.md: the meaning of each figure by its name. A row has five cells."""
+    text = FIGURES.read_text()
+    rows = re.findall(r"^`(\w+)` \| ([^|]+) \| [^|]+ \| [^|]+ \|[^|]*$", text, re.MULTILINE)
+    assert len(rows) == len(re.findall(r"^`\w+` \|", text, re.MULTILINE)), "a row without all of its cells"
     found = dict(rows)
     assert len(found) == len(rows), "a figure twice"
     return found
 
 
-def test_each_figure_that_the_page_waits_for_has_one_part() -> None:
-    """Every figure of the page is printed, every printed figure is on the page, once, and both describe it in the same
-    words."""
+def test_each_figure_of_the_table_has_one_part() -> None:
+    """Every figure of the table is printed, every printed figure is in the table once, and both describe it alike."""
     figures = [figure for part in PARTS for figure in part.figures]
     assert {figure.name: figure.about for figure in figures} == awaited()
     assert len({figure.name for figure in figures}) == len(figures)
 
 
 def test_all_parts_fit_into_twelve_minutes() -> None:
-    """Also if each takes as long as it may; the page says so."""
+    """Also if each takes as long as it may; docs/cuda.md says so."""
     assert limits_of(PARTS) <= 720
     assert "every part: twelve minutes at most" in PAGE.read_text()
 

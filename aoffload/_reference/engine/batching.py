@@ -118,7 +118,8 @@ class PrefillStart(enum.Enum):
     """After the whole prefix is loaded."""
     BY_LAYER = "by layer"
     """While the prefix is loading: each layer waits for its own region. The runtime needs `layer_regions`, and the
-    model has to wait as described at `PagedModel.forward`."""
+    model has to wait as described at `PagedModel.forward`. Refused with recurrent states, because a layer needs its
+    whole state before its first token."""
 
 
 @attrs.frozen(kw_only=True)
