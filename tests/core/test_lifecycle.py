@@ -229,9 +229,9 @@ class Drawn:
                 if kind == "frame":
                     self.frame = box
                 else:
-                    self.boxes[following.text] = box
+                    self.boxes[following.text or ""] = box
                     if float(part.get("rx", "")) == height / 2:
-                        self.final.add(following.text)
+                        self.final.add(following.text or "")
             elif kind == "move":
                 assert part.get("marker-end") == "url(#tip)"
                 found = numbers(part.get("d", ""))
