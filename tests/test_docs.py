@@ -37,9 +37,10 @@ from aoffload._extensions.transfers import CACHE_TRANSFER_MOVES
 from aoffload._kernel.states import JOB_MOVES, REQUEST_MOVES
 from aoffload._observe import log as ledger_log
 from aoffload._observe import log as telemetry
+from aoffload._reference.server.hints import read_control
 from aoffload._runtime.handles import Handle
 from aoffload.host_cache import EngineRequest
-from aoffload.ledger import Build, LedgerExtension, read_hints
+from aoffload.ledger import Build, LedgerExtension, PinHint, read_hints
 from proof import architecture
 
 ROOT = Path(__file__).parent.parent
@@ -276,17 +277,20 @@ def test_the_program_about_keeping_runs_and_prints_what_it_says() -> None:
 
 
 def test_the_program_about_agents_runs_and_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    """The settings of docs/howto/agents.md are valid, its program is whole, and the block after it is its output. What
-    its bodies of HTTP requests carry are hints."""
+    """The program in docs/howto/agents.md is whole, and the block after it is its output."""
     page = ROOT / "docs/howto/agents.md"
-    names: dict[str, Any] = {"__name__": "agents_page"}
-    for code in code_blocks(page, "python"):
-        exec(compile(code, "agents.md", "exec"), names)
-    assert names["config"].eviction == "learned"
+    (code,) = code_blocks(page, "python")
+    exec(compile(code, "agents.md", "exec"), {"__name__": "agents_page"})
     assert [capsys.readouterr().out] == code_blocks(page, "text")
-    vllm, server = (json.loads(body) for body in code_blocks(page, "json"))
+
+
+def test_bodies_on_the_page_about_hints_carry_hints() -> None:
+    """Each body of an HTTP request in docs/hints.md has hints that are read without a fault."""
+    vllm, server = (json.loads(body) for body in code_blocks(DOCS / "hints.md", "json"))
     for payload in (vllm["kv_transfer_params"]["kv_hints"], server["kv_hints"]):
-        assert [given.hint for given in read_hints(payload)].count(None) == 0
+        assert payload and [given.hint for given in read_hints(payload)].count(None) == 0
+    control = read_control(server["cache_control"], "cache_control")
+    assert control is not None and control.hint == PinHint(3600)
 
 
 def test_the_house_is_drawn_as_it_is() -> None:

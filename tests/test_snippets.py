@@ -210,12 +210,10 @@ AROUND: dict[str, Callable[[], Any]] = {
 # -- what the blocks have defined, used -----------------------------------------------------------------------------
 
 
-async def evicting(names: Names, _: Path) -> None:
+async def hinting(names: Names, _: Path) -> None:
     async with running(eviction="learned") as found:
-        runtime: OffloadRuntime = found["runtime"]
-        for stop_reason, verb in (("tool_use", "returns"), ("end of session", "done")):
-            answer = names["after_an_answer"](runtime, range(40), stop_reason, None)
-            assert (answer.verb.value, answer.outcome.value) == (verb, "accepted")
+        answer = names["before_a_tool_call"](found["runtime"], range(40), "shell")
+        assert (answer.verb.value, answer.outcome.value, answer.num_tokens) == ("returns", "accepted", 40)
 
 
 async def loading(names: Names, _: Path) -> None:
@@ -318,8 +316,8 @@ async def checkpointing(names: Names, _: Path) -> None:
 
 AFTERWARDS: dict[str, Callable[[Names, Path], Awaitable[None]]] = {
     "docs/howto/recurrent.md": checkpointing,
-    "docs/eviction.md": evicting,
     "docs/engines.md": owning_blocks,
+    "docs/hints.md": hinting,
     "docs/loads.md": loading,
     "docs/layouts.md": viewing,
     "docs/models.md": sliding,

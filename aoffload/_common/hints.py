@@ -125,7 +125,8 @@ class ReturnsHint:
     in_s: float | None = attrs.field(default=None, validator=attrs.validators.optional(_check_seconds))
     """Seconds until then. None: unknown."""
     category: str = attrs.field(default="", validator=_check_category)
-    """The kind of the pause, such as the name of the tool."""
+    """The kind of the pause, such as the name of the tool. Use few categories: after 150 combinations of category and
+    predicted time, the category of a new combination is ignored."""
 
 
 @attrs.frozen
@@ -164,8 +165,11 @@ class GivenHint:
 
 
 def read_hints(payload: object) -> list[GivenHint]:
-    """The actions of `payload`. Raises nothing, whatever `payload` is. The list is empty only if `payload` is None or
-    has an empty list of actions."""
+    """The actions of `payload`: an envelope in the format of vLLM's `kv_hints`, the list of its actions, or one action.
+    `retain` is another name of the verb `returns`, and `duration_s` of its field `in_s`. At most 16 actions are read.
+
+    Raises nothing, whatever `payload` is. The list is empty only if `payload` is None or has an empty list of
+    actions."""
     if payload is None:
         return []
     actions: object = payload

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import runpy
+from collections import Counter
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from driving import Driven, prompt
 
-from aoffload._extensions.overlap import OVERLAP_MOVES, LoadOverlap, OverlapMoved, OverlapState
-from aoffload._extensions.pins import PIN_MOVES, PinMoved, PinState
-from aoffload._extensions.transfers import CACHE_TRANSFER_MOVES, CacheTransferMoved, CacheTransferState
+from aoffload._extensions.overlap import OVERLAP_MOVES, LoadOverlap, OverlapMoved
+from aoffload._extensions.pins import PIN_MOVES, PinMoved
+from aoffload._extensions.transfers import CACHE_TRANSFER_MOVES, CacheTransferMoved
 from aoffload._kernel.events import Event, JobMoved, RequestMoved
 from aoffload._kernel.moves import Moves
-from aoffload._kernel.states import JOB_MOVES, REQUEST_MOVES, JobState, RequestState, State
+from aoffload._kernel.states import JOB_MOVES, REQUEST_MOVES, RequestState, State
 from aoffload.errors import IllegalTransition, WrongState
 from proof.programs.fingerprint import fingerprint
 
@@ -28,6 +32,14 @@ TABLES = {
     "cache_transfer": CACHE_TRANSFER_MOVES,
     "overlap": OVERLAP_MOVES,
 }
+PICTURES = {
+    "request": "request",
+    "job": "job",
+    "pin": "pin",
+    "cache_transfer": "cache-transfer",
+    "overlap": "load-overlap",
+}
+"""The name of each picture in docs/images."""
 EVENTS: dict[str, Any] = {"pin": PinMoved, "cache_transfer": CacheTransferMoved, "overlap": OverlapMoved}
 
 
@@ -192,20 +204,123 @@ def test_every_move_is_told_once() -> None:
     ]  # fmt: skip
 
 
-def mermaid(moves: Mapping[State, frozenset[State]]) -> str:
-    """A table as a Mermaid state diagram."""
-    lines = ["stateDiagram-v2", f"    [*] --> {next(iter(moves)).name}"]
-    for old, targets in moves.items():
-        lines += [f"    {old.name} --> {new.name}" for new in type(old) if new in targets]
-        if not targets:
-            lines.append(f"    {old.name} --> [*]")
-    return "\n".join(lines)
+Box = tuple[float, float, float, float]
+Point = tuple[float, float]
 
 
-def test_the_diagrams_in_the_documentation_are_the_tables() -> None:
-    """docs/lifecycle.md shows exactly the tables, and a line on every state."""
-    text = PAGE.read_text()
-    shown = re.findall(r"```mermaid\n(.*?)```", text, re.DOTALL)
-    assert shown == [mermaid(moves) + "\n" for moves in TABLES.values()]
-    for state in (*RequestState, *JobState, *PinState, *CacheTransferState, *OverlapState):
-        assert f"\n`{state.name}` | " in text, f"docs/lifecycle.md says nothing about {state.name}"
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"-?[\d.]+", text)]
+
+
+class Drawn:
+    """A diagram as a reader sees it: by the positions of its boxes and lines alone."""
+
+    def __init__(self, picture: str) -> None:
+        parts = list(ElementTree.fromstring(picture).iter())
+        self.boxes: dict[str, Box] = {}
+        self.final = set[str]()
+        self.frame: Box | None = None
+        self.lines: list[list[Point]] = []
+        for part, following in itertools.zip_longest(parts, parts[1:]):
+            kind = part.get("class")
+            if part.tag.endswith("rect"):
+                x, y, width, height = (float(part.get(name, "")) for name in ("x", "y", "width", "height"))
+                box = (x, y, x + width, y + height)
+                if kind == "frame":
+                    self.frame = box
+                else:
+                    self.boxes[following.text or ""] = box
+                    if float(part.get("rx", "")) == height / 2:
+                        self.final.add(following.text or "")
+            elif kind == "move":
+                assert part.get("marker-end") == "url(#tip)"
+                found = numbers(part.get("d", ""))
+                self.lines.append(list(zip(found[::2], found[1::2], strict=True)))
+
+    def at(self, point: Point) -> str:
+        """The state whose box has `point` on its border; "frame" on the border of the frame."""
+        named = self.boxes | ({"frame": self.frame} if self.frame else {})
+        (found,) = [name for name, box in named.items() if box and is_on_border(point, box)]
+        return found
+
+    @property
+    def moves(self) -> Counter[tuple[str, str]]:
+        """Each line, by the states where it begins and ends. A line that begins at the frame is one of each state in
+        the frame."""
+        found = Counter[tuple[str, str]]()
+        for line in self.lines:
+            old, new = self.at(line[0]), self.at(line[-1])
+            assert new != "frame"
+            found.update((each, new) for each in (self.framed if old == "frame" else {old}))
+        return found
+
+    @property
+    def framed(self) -> set[str]:
+        """The states in the frame. A box does not cross the frame."""
+        assert self.frame is not None
+        left, top, right, bottom = self.frame
+        inside = {
+            name: [left < x < right and top < y < bottom for x, y in ((box[0], box[1]), (box[2], box[3]))]
+            for name, box in self.boxes.items()
+        }
+        assert all(first == last for first, last in inside.values())
+        return {name for name, (first, _) in inside.items() if first}
+
+
+def is_on_border(point: Point, box: Box) -> bool:
+    (x, y), (left, top, right, bottom) = point, box
+    return (left <= x <= right and y in (top, bottom)) or (top <= y <= bottom and x in (left, right))
+
+
+def is_inside(point: Point, box: Box) -> bool:
+    return box[0] < point[0] < box[2] and box[1] < point[1] < box[3]
+
+
+def drawn(kind: str) -> Drawn:
+    return Drawn((PAGE.parent / "images" / f"states-{PICTURES[kind]}.svg").read_text())
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_diagram_shows_the_moves_of_its_table(kind: str) -> None:
+    """The lines of a picture, and its frame, are the moves of the table, each once. Round boxes are the final states.
+    No line goes through a box."""
+    moves, found = TABLES[kind], drawn(kind)
+    assert found.boxes.keys() == {state.name for state in moves}
+    assert found.moves == Counter((old.name, new.name) for old, targets in moves.items() for new in targets)
+    assert found.final == {state.name for state, targets in moves.items() if not targets}
+    for line in found.lines:
+        steps = [
+            (x + (to_x - x) * part / 50, y + (to_y - y) * part / 50)
+            for (x, y), (to_x, to_y) in itertools.pairwise(line)
+            for part in range(51)
+        ]
+        assert not [step for step in steps for box in found.boxes.values() if is_inside(step, box)]
+
+
+def test_a_wrong_diagram_is_noticed() -> None:
+    """A line that is missing or drawn twice, and a frame around fewer states, are other moves."""
+    picture = (PAGE.parent / "images" / "states-request.svg").read_text()
+    line = re.findall(r'<path class="move".*\n', picture)[0]
+    (frame,) = re.findall(r'<rect class="frame".*\n', picture)
+    for wrong in (
+        picture.replace(line, ""),
+        picture.replace(line, line * 2),
+        picture.replace(frame, re.sub(r'height="\d+"', 'height="100"', frame)),
+    ):
+        with pytest.raises((AssertionError, ValueError)):
+            assert Drawn(wrong).moves == Drawn(picture).moves
+
+
+def test_the_diagrams_are_current() -> None:
+    """docs/site/states.py draws the pictures as they are. After a change of a table, run it again."""
+    drawing = runpy.run_path(str(PAGE.parent / "site" / "states.py"))["drawing"]
+    for kind in PICTURES.values():
+        assert (PAGE.parent / "images" / f"states-{kind}.svg").read_text() == drawing(kind)
+
+
+def test_the_page_shows_each_diagram_and_explains_each_state() -> None:
+    """docs/lifecycle.md has the pictures in the order of the tables, and after each picture a line on each state."""
+    _, *sections = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)
+    for section, (kind, moves) in zip(sections, TABLES.items(), strict=True):
+        assert re.findall(r"\(images/(.*?)\)", section) == [f"states-{PICTURES[kind]}.svg"]
+        assert re.findall(r"^`(\w+)` \| ", section, re.MULTILINE) == [state.name for state in type(next(iter(moves)))]
