@@ -172,7 +172,7 @@ _HOLD_TABLES = (Kind.REQUEST, Kind.PREFETCH)
 _TABLE_STATES = {RequestState.ALLOCATED.value, CacheTransferState.MOVING.value}
 
 LaneKey = tuple[int, Kind | HopRow]
-"""The number of a runtime, and what its lanes are for: requests and all that is drawn among them, steps, or one link."""
+"""The number of a runtime, and the use of its lanes: requests and all that is drawn among them, steps, or one link."""
 TimelineKey = tuple[int, Kind, str]
 JobKey = tuple[int, int]
 Key = TypeVar("Key")
