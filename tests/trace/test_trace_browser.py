@@ -165,6 +165,12 @@ def test_a_request_s_name_stands_on_its_bar(opened: Any, small: Path) -> None:
     page = opened(small)
     search(page, "holder")
     assert "holder" in drawn_texts(page)
+    fit = """([text, width]) => fitText({ measureText: ({ length }) => ({ width: 10 * length }) }, text, width)"""
+    fitted = [page.evaluate(fit, ["12 of holder, waiter", width]) for width in (200, 199, 20, 19)]
+    assert fitted == ["12 of holder, waiter", "12", "12", ""]
+    assert page.evaluate(fit, ["3f2a91c0-7d11", 100]) == "3f2a91c0\u2026" and not page.evaluate(
+        fit, ["user1-turn2", 60]
+    )
     assert page.evaluate("sharedPrefix(['chat-1-a', 'chat-1-b', 'chat-12'])") == "chat-"
     assert page.evaluate("sharedPrefix(['one'])") == page.evaluate("sharedPrefix(['cat', 'car'])") == ""
 
@@ -295,6 +301,10 @@ def test_hovering_says_what_a_bar_is(opened: Any, small: Path) -> None:
     )
     page.locator(DEVICE).hover()
     assert "used of 8 blocks" in page.locator("#tip").inner_text()
+    page.locator("#runtime").select_option("2")
+    assert not page.locator("#tip").is_visible()
+    page.locator("[data-tier='device']").hover()
+    assert "runtime second" in page.locator("#tip").inner_text()
     page.locator("h1").hover()
     assert not page.locator("#tip").is_visible()
 

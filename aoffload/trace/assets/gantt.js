@@ -4,7 +4,8 @@ const TALLEST = 20;
 const LOWEST = 4;
 const LOWEST_NAMED = 14;
 const NAME_FONT = "11px system-ui, sans-serif";
-const NARROWEST_NAME = 30;
+const NARROWEST_NAME = 16;
+const FEWEST_LETTERS = 6;
 
 // The bars of each lane, in the order of time. Bars of one lane never overlap.
 class LaneIndex {
@@ -197,10 +198,9 @@ class JobPainter extends TimelinePainter {
   }
 }
 
-// The text, or as much of its beginning as fits; nothing if that is too little to read.
+// The text, or its first word, which is the number of a step, or as much of its beginning as fits. Nothing if that is little.
 function fitText(context, text, width) {
-  const share = width / context.measureText(text).width;
-  if (share >= 1) return text;
-  const length = Math.floor(text.length * share) - 2;
-  return length >= 3 ? `${text.slice(0, length)}\u2026` : "";
+  for (const whole of [text, text.split(" ")[0]]) if (context.measureText(whole).width <= width) return whole;
+  const length = Math.floor((text.length * width) / context.measureText(text).width) - 2;
+  return length >= FEWEST_LETTERS ? `${text.slice(0, length)}\u2026` : "";
 }

@@ -128,6 +128,7 @@ class Page {
     const shown = number ? [runtimes[number - 1]] : runtimes.slice(0, MOST_RUNTIMES);
     for (const life of shown) if (!this.made.has(life.number)) this.made.set(life.number, new RuntimeSection(this, life));
     this.sections = shown.map((life) => this.made.get(life.number));
+    $("tip").hidden = true; // what it was about may be gone
     $("runtimes").replaceChildren(...this.sections.map(({ box }) => box));
     $("rest").hidden = number > 0 || shown.length === runtimes.length;
     $("rest").textContent = `The first ${shown.length} of ${numberText(runtimes.length)} runtimes. Choose another one at the top.`;
