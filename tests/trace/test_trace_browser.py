@@ -245,6 +245,30 @@ def test_it_fits_a_telephone(opened: Any, small: Path, scheme: str) -> None:
     picture(page, f"narrow-{scheme}.png")
 
 
+def test_what_is_not_over_and_what_to_know_stand_first_as_tables(opened: Any, tmp_path: Path) -> None:
+    """Each figure under a header that has its unit; a click on the name leads there."""
+    log = tmp_path / "stuck.log"
+    match = {"num_tokens": 9, "num_device_tokens": 0, "num_host_tokens": 0}
+    log.write_text(
+        line(0, "runtime_opened", num_device_blocks=8, num_host_blocks=8) + "\n"
+        + line(1, "request_matched", request_id="stuck", **match) + "\n"
+        + line(3, "request_pinned", request_id="stuck") + "\n"
+        + line(90, "loads_paused", num_quarantined=7) + "\n"
+    )  # fmt: skip
+    write_page(log, tmp_path / "stuck.html", io.StringIO())
+    page = opened(tmp_path / "stuck.html")
+    cells = "rows => rows.map(({ cells }) => [...cells].map((cell) => cell.textContent))"
+    assert page.locator("#open tr").evaluate_all(cells) == [
+        ["open for (s)", "request or step", "state", "in that state for (s)", "runtime"],
+        ["89.000", "stuck", "waits for blocks (pinned)", "87.000", "runtime 1"],
+    ]
+    header, (time, event, runtime) = page.locator("#notes tr").evaluate_all(cells)
+    assert header == ["time (UTC)", "event", "runtime"] and time.endswith("01:30.000") and runtime == "runtime 1"
+    assert "7" in event
+    page.get_by_role("button", name="stuck", exact=True).click()
+    assert "stuck" in page.locator("#timeline h2").inner_text()
+
+
 def test_of_many_runtimes_the_first_are_shown_and_each_is_found(opened: Any, tmp_path: Path) -> None:
     """The page says how many there are; the choice at the top and the search lead to the others."""
     log = tmp_path / "many.log"
