@@ -5,10 +5,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import shutil
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from http import HTTPStatus
 from http.client import HTTPException
+from textwrap import wrap
+from typing import Any, Self, TextIO
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
@@ -17,8 +23,10 @@ import attrs
 from prometheus_client.parser import text_string_to_metric_families
 
 from .. import Tier
-from .._common.commands import INTERRUPTED, complain, count, number
+from .._common.commands import INTERRUPTED, complain, count, ended_by, number
 from ..errors import InvalidArgument
+from ..trace.output import text_table
+from ..trace.wording import plain
 
 # -- look ------------------------------------------------------------------------------------------------------------
 #
@@ -26,6 +34,8 @@ from ..errors import InvalidArgument
 
 STATES = ("running", "loading", "pinned", "allocated", "matched", "draining", "requeued", "stranded", "preempted")
 TIERS = tuple(tier.name.lower() for tier in Tier)
+BLOCK_STATES = ("free", "cached", "pinned", "quarantined")
+FINISHED = "aoffload_requests_finished_total"
 USES = {"ask": "questions", "load": "loads", "store": "stores"}
 OLD_SNAPSHOT_S = 5.0
 """The event loop answers at each scrape, so an older snapshot means that the loop is blocked."""
@@ -63,25 +73,46 @@ class Look:
         grown = self.get(name, **labels) - before.get(name, **labels)
         return max(0.0, grown) / (self.at_s - before.at_s)
 
-
-def lines(look: Look, before: Look | None) -> Iterator[str]:
-    """A summary for people. Rates are those since `before`. Without it there are none."""
-    yield from _requests(look)
-    yield from _fetches(look)
-    for tier in _tiers(look):
-        yield _blocks(look, tier)
-    yield from _eviction(look)
-    yield from _copies(look, before)
-    if before is not None:
-        yield _rates(look, before)
-    yield from _warnings(look)
+    def hit_share(self, before: Look | None) -> str:
+        """Of the prompt tokens since `before`, or of all, the share that was found in a cache."""
+        counts = {source: self.get(TOKENS, source=source) for source in SOURCES}
+        if before is not None:
+            counts = {source: self.rate(before, TOKENS, source=source) for source in SOURCES}
+        return _share(counts["device_hit"] + counts["host_hit"], sum(counts.values()))
 
 
-def _requests(look: Look) -> Iterator[str]:
+UNKNOWN = "-"
+TOKENS, COPIED = "aoffload_tokens_total", "aoffload_copied_bytes_total"
+SOURCES = {"device_hit": "found on device", "host_hit": "found in host", "computed": "computed"}
+INDENT = " " * 11
+
+
+def lines(look: Look, before: Look | None, width: int = 80) -> Iterator[str]:
+    """A summary for people, in lines of at most `width` columns if that is at least 30. Rates are those since `before`.
+    Without it they are unknown."""
+    for text in (*_warnings(look), *_requests(look, before)):
+        yield from wrap(text, width, subsequent_indent=INDENT)
+    yield ""
+    yield from _tokens(look, before, width)
+    yield ""
+    yield from _memory(look, before, width)
+    yield ""
+    for text in (*_engine_blocks(look), *_eviction(look), _copies(look)):
+        yield from wrap(text, width, subsequent_indent=INDENT)
+
+
+def _requests(look: Look, before: Look | None) -> Iterator[str]:
     yield "requests   " + (", ".join(_of_state(look, state) for state in STATES if _number(look, state)) or "none")
+    if before is not None:
+        done, aborted = (look.rate(before, FINISHED, outcome=outcome) for outcome in ("done", "aborted"))
+        yield f"finished   {done:,.1f}/s done, {aborted:,.1f}/s aborted"
     waiting = look.get("aoffload_requests_waiting")
     if waiting:
-        yield f"waiting    {waiting:,.0f}, the first for {look.get('aoffload_oldest_wait_seconds'):,.1f} s"
+        yield f"waiting    {waiting:,.0f} for blocks, the first for {look.get('aoffload_oldest_wait_seconds'):,.1f} s"
+    if number := look.get("aoffload_fetching_requests"):
+        parts = _by_tier(look, "aoffload_fetching_tokens")
+        tokens = " and ".join(f"{value:,.0f} tokens from {tier}" for tier, value in parts.items() if value)
+        yield f"fetching   {number:,.0f} requests: {tokens or 'tokens that other requests fetch'}"
     step_s = look.get("aoffload_oldest_step_seconds")
     if step_s:
         yield f"steps      the oldest is open for {step_s:,.1f} s"
@@ -93,20 +124,67 @@ def _number(look: Look, state: str) -> float:
 
 def _of_state(look: Look, state: str) -> str:
     oldest_s = look.get("aoffload_oldest_request_seconds", state=state)
-    return f"{_number(look, state):,.0f} {state} (one for {oldest_s:,.1f} s)"
+    return f"{_number(look, state):,.0f} {state} (longest {oldest_s:,.1f} s)"
 
 
-def _fetches(look: Look) -> Iterator[str]:
-    if number := look.get("aoffload_fetching_requests"):
-        parts = _by_tier(look, "aoffload_fetching_tokens")
-        tokens = " and ".join(f"{value:,.0f} tokens from {tier}" for tier, value in parts.items() if value)
-        yield f"fetching   {number:,.0f} requests: {tokens or 'what others bring'}"
+def _tokens(look: Look, before: Look | None, width: int) -> Iterator[str]:
+    now = UNKNOWN if before is None else look.hit_share(before)
+    yield from wrap(f"hit share  {now} now, {look.hit_share(None)} since the start", width, subsequent_indent=INDENT)
+    rows = [["tokens", "per s", "share"]]
+    rates = {source: look.rate(before, TOKENS, source=source) for source in SOURCES}
+    for source, words in SOURCES.items():
+        share = _share(rates[source], sum(rates.values()))
+        rows.append([words, UNKNOWN if before is None else f"{rates[source]:,.0f}", share])
+    yield from stacked(rows, width)
 
 
-def _tiers(look: Look) -> list[str]:
-    """Tiers with blocks, from the one nearest to the compute down."""
-    shown = _by_tier(look, "aoffload_blocks")
-    return [tier for tier in TIERS if tier in shown or tier in TIERS[:2]]
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else UNKNOWN
+
+
+def _memory(look: Look, before: Look | None, width: int) -> Iterator[str]:
+    """A row for each tier, from the one nearest to the compute down. Bytes are those copied from it and to it."""
+    rows = [["memory", "blocks", *BLOCK_STATES, "loaded", "stored"]]
+    blocks, copied, pools = (_by_tier(look, name) for name in ("aoffload_blocks", COPIED, "aoffload_pool_blocks"))
+    for tier in TIERS:
+        if tier not in {*blocks, *copied, *TIERS[:2]}:
+            continue
+        known = BLOCK_STATES if tier in pools else BLOCK_STATES[2:] if tier in blocks else ()
+        counts = [
+            f"{look.get('aoffload_blocks', tier=tier, state=state):,.0f}" if state in known else UNKNOWN
+            for state in BLOCK_STATES
+        ]
+        rates = [UNKNOWN, UNKNOWN]
+        if before is not None and tier in copied:
+            rates = [byte_rate(look.rate(before, COPIED, direction=way, tier=tier)) for way in ("load", "store")]
+        rows.append([tier, f"{pools[tier]:,.0f}" if tier in pools else UNKNOWN, *counts, *rates])
+    yield from stacked(rows, width)
+
+
+def byte_rate(num_bytes: float) -> str:
+    """Three digits and a unit."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while num_bytes >= 999.5 and len(units) > 1:
+        num_bytes /= 1024
+        del units[0]
+    digits = 0 if units[0] == "B" or num_bytes >= 99.95 else 1 if num_bytes >= 9.995 else 2
+    return f"{num_bytes:.{digits}f} {units[0]}/s"
+
+
+def stacked(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    """The lines of a table. If it is wider than `width`, its columns follow in further tables below it, each with the
+    first column."""
+    first, *rest = zip(*rows, strict=True)
+    while rest:
+        number = len(rest)
+        while number > 1 and len(max(table_of(first, rest[:number]), key=len)) > width:
+            number -= 1
+        yield from table_of(first, rest[:number])
+        rest = rest[number:]
+
+
+def table_of(first: Sequence[str], rest: Sequence[Sequence[str]]) -> list[str]:
+    return text_table(list(zip(first, *rest, strict=True)))
 
 
 def _by_tier(look: Look, name: str) -> dict[str, float]:
@@ -115,49 +193,23 @@ def _by_tier(look: Look, name: str) -> dict[str, float]:
     return {tier: look.get(name, tier=tier) for tier in TIERS if tier in found}
 
 
-def _blocks(look: Look, tier: str) -> str:
-    is_ours = any(found == "aoffload_pool_blocks" and ("tier", tier) in has for found, has in look.values)
-    states = ("free", "cached", "pinned", "quarantined") if is_ours else ("pinned", "quarantined")
-    each = ", ".join(f"{look.get('aoffload_blocks', tier=tier, state=state):,.0f} {state}" for state in states)
-    if not is_ours:
-        return f"{tier:<10} {each}: what copies hold of the engine's blocks"
-    return f"{tier:<10} {each}; {look.get('aoffload_pool_blocks', tier=tier):,.0f} blocks"
+def _engine_blocks(look: Look) -> Iterator[str]:
+    if "device" not in _by_tier(look, "aoffload_pool_blocks"):
+        yield "device     the blocks are the engine's: only those that copies hold are known"
 
 
 def _eviction(look: Look) -> Iterator[str]:
     """For learned eviction: the order in use in each tier."""
     ruled = _by_tier(look, "aoffload_eviction_learned")
     if ruled:
-        orders = ", ".join(f"{tier} by {'what was learned' if on else 'the last use'}" for tier, on in ruled.items())
+        orders = ", ".join(f"{tier} {'learned' if on else 'least recently used'}" for tier, on in ruled.items())
         yield f"eviction   {orders}"
 
 
-def _copies(look: Look, before: Look | None) -> Iterator[str]:
-    jobs = ", ".join(
+def _copies(look: Look) -> str:
+    return "copies     " + ", ".join(
         f"{look.get('aoffload_jobs', state=state):,.0f} {state}" for state in ("queued", "launched", "quarantined")
     )
-    yield f"copies     {jobs}"
-    if before is None:
-        return
-    name = "aoffload_copied_bytes_total"
-    for tier in _by_tier(look, name):
-        load, store = (look.rate(before, name, direction=way, tier=tier) / 1e6 for way in ("load", "store"))
-        yield f"  {tier:<8} load {load:,.1f} MB/s, store {store:,.1f} MB/s"
-
-
-def _rates(look: Look, before: Look) -> str:
-    over = {
-        outcome: look.rate(before, "aoffload_requests_finished_total", outcome=outcome)
-        for outcome in ("done", "aborted")
-    }
-    tokens = {
-        source: look.rate(before, "aoffload_tokens_total", source=source)
-        for source in ("device_hit", "host_hit", "computed")
-    }
-    num_tokens = sum(tokens.values())
-    shares = ", ".join(f"{rate / num_tokens:.0%} {source.replace('_', ' ')}" for source, rate in tokens.items() if rate)
-    requests = ", ".join(f"{rate:,.1f} {outcome}" for outcome, rate in over.items())
-    return f"a second   {requests}; {num_tokens:,.0f} tokens" + (f": {shares}" if shares else "")
 
 
 def _warnings(look: Look) -> Iterator[str]:
@@ -169,12 +221,63 @@ def _warnings(look: Look) -> Iterator[str]:
     for tier in _by_tier(look, "aoffload_storage_left_alone"):
         uses = [name for use, name in USES.items() if look.get("aoffload_storage_left_alone", tier=tier, use=use)]
         if uses:
-            yield f"WARNING    {tier} fails and is left alone for a while: {', '.join(uses)}"
+            yield f"WARNING    {tier} fails, so for a while it gets no {' and no '.join(uses)}"
     if look.get("aoffload_loads_paused"):
         yield "WARNING    loads are paused: too many of the engine's blocks are in quarantine"
     age_s = look.get("aoffload_snapshot_age_seconds")
     if age_s > OLD_SNAPSHOT_S:
-        yield f"WARNING    this is {age_s:,.0f} s old: the event loop does not answer"
+        yield f"WARNING    these figures are {age_s:,.0f} s old: the event loop does not answer"
+
+
+# -- screen ----------------------------------------------------------------------------------------------------------
+
+ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+"""To the alternate screen, without a cursor, and back."""
+HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+PLAIN_WIDTH = 120
+TERMINATED = 128 + signal.SIGTERM
+
+
+@attrs.define(eq=False)
+class Screen:
+    """Shows views in place on a terminal, and leaves the last one there at the end. Elsewhere, prints one after the
+    other."""
+
+    stream: TextIO
+    _is_terminal: bool = False
+    _last: list[str] = attrs.field(factory=list)
+    _handler: Any = None
+
+    def __enter__(self) -> Self:
+        self._is_terminal = self.stream.isatty() and os.environ.get("TERM") != "dumb"
+        if self._is_terminal:
+            if threading.current_thread() is threading.main_thread():
+                self._handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+            self._write(ENTER)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_terminal:
+            self._write(LEAVE + "".join(f"{line}\n" for line in self._last))
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+
+    @property
+    def width(self) -> int:
+        return shutil.get_terminal_size().columns if self._is_terminal else PLAIN_WIDTH
+
+    def show(self, view: list[str]) -> None:
+        if not self._is_terminal:
+            self._write("".join(f"{line}\n" for line in (*view, "")))
+            return
+        self._last = view
+        columns, num_lines = shutil.get_terminal_size()
+        shown = (f"{line[:columns]}{CLEAR_LINE}" for line in view[:num_lines])  # one more would scroll
+        self._write(HOME + "\r\n".join(shown) + CLEAR_BELOW)
+
+    def _write(self, text: str) -> None:
+        self.stream.write(text)
+        self.stream.flush()
 
 
 # -- command ---------------------------------------------------------------------------------------------------------
@@ -185,11 +288,10 @@ TIMEOUT_S = 10.0
 """A scrape itself waits up to 5 s for the event loop."""
 KEY_VARIABLE = "AOFFLOAD_API_KEY"
 MAX_BYTES = 16 * 2**20
-CLEAR = "\x1b[H\x1b[2J"
 
 
 class NothingToShow(Exception):  # noqa: N818
-    """There is no process with metrics of `aoffload` at the address."""
+    """There is no process with metrics of `aoffload` at the address. The text follows the address."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -199,13 +301,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         request = _request(options.url)
         looks = watch(lambda: _fetch(request), time.monotonic, time.sleep, options.interval, options.count)
-        for num_seen, text in enumerate(looks, 1):  # noqa: B007
-            _show(f"{options.url}, {time.strftime('%H:%M:%S')}\n{text}\n")
+        with Screen(sys.stdout) as screen:
+            for num_seen, (look, before) in enumerate(looks, 1):  # noqa: B007
+                title = f"{options.url}  {time.strftime('%H:%M:%S')}, every {options.interval:g} s"
+                screen.show([*wrap(title, screen.width), "", *lines(look, before, screen.width)])
     except InvalidArgument as error:
         return complain("top", str(error))
     except NothingToShow as error:
-        bad_input = complain("top", f"{options.url}: {error}")
+        bad_input = complain("top", plain(f"{options.url} {error}"))
         return GONE if num_seen else bad_input
+    except BrokenPipeError as error:
+        return ended_by("top", error)
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
@@ -217,29 +323,25 @@ def watch(
     sleep: Callable[[float], None],
     interval_s: float,
     count: int | None = None,
-) -> Iterator[str]:
-    """A view every `interval_s` seconds, `count` times or for ever. Raises `NothingToShow`."""
+) -> Iterator[tuple[Look, Look | None]]:
+    """A look every `interval_s` seconds and the one before, `count` times or for ever. Raises `NothingToShow`."""
     before = None
     for num_looks in itertools.count(1):
         look = _look(fetch(), clock())
-        yield "\n".join(lines(look, before))
+        yield look, before
         before = look
         if num_looks == count:
             return
         sleep(interval_s)
 
 
-def _show(text: str) -> None:
-    print((CLEAR if sys.stdout.isatty() else "") + text, flush=True)
-
-
 def _look(text: str, at_s: float) -> Look:
     try:
         look = Look.of(text, at_s)
     except ValueError as error:
-        raise NothingToShow("what is there are no metrics") from error
+        raise NothingToShow("answers with something else than metrics") from error
     if not look.values:
-        raise NothingToShow("no metric of aoffload is there")
+        raise NothingToShow("has no metrics of aoffload")
     return look
 
 
@@ -247,8 +349,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="aoffload top",
         description="A live view of a running process, from its metrics.",
-        epilog="AOFFLOAD_API_KEY is sent along where it is set. "
-        "Exit status: 0 good; 1 the process has gone; 2 there is none; 130 Ctrl-C.",
+        epilog="Sends AOFFLOAD_API_KEY as the key, if it is set. "
+        "Exit status: 0 good; 1 the process has ended; 2 it was never reached; 130 Ctrl-C.",
     )
     parser.add_argument("url", metavar="URL", help="of the metrics, such as http://127.0.0.1:8000/metrics")
     parser.add_argument(
@@ -256,9 +358,9 @@ def make_parser() -> argparse.ArgumentParser:
         type=INTERVAL,
         default=2.0,
         metavar="S",
-        help="seconds between two looks (2)",
+        help="seconds between two scrapes (2)",
     )
-    parser.add_argument("--count", type=count(1, 2**31 - 1), metavar="N", help="looks; without it, until Ctrl-C")
+    parser.add_argument("--count", type=count(1, 2**31 - 1), metavar="N", help="scrapes; without it, until Ctrl-C")
     return parser
 
 
@@ -278,7 +380,10 @@ def _fetch(request: Request) -> str:
         with urlopen(request, timeout=TIMEOUT_S) as answer:
             body: bytes = answer.read(MAX_BYTES)
     except HTTPError as error:
-        raise NothingToShow(f"{error.code} {error.reason}") from error
+        key = f" (set {KEY_VARIABLE})" if error.code == HTTPStatus.UNAUTHORIZED else ""
+        raise NothingToShow(f"answers {error.code} {error.reason}{key}") from error
     except (OSError, HTTPException, ValueError) as error:
-        raise NothingToShow(f"no answer: {getattr(error, 'reason', error)}") from error
+        reason = getattr(error, "reason", error)
+        problem = str(getattr(reason, "strerror", None) or reason)
+        raise NothingToShow(f"can't be reached: {problem[:1].lower()}{problem[1:]}") from error
     return body.decode("utf-8", "replace")

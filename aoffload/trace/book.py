@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from .._extensions.transfers import CacheTransferState
 from .._kernel.plans import Answer
 from .._kernel.states import REQUEST_MOVES, JobState, Outcome, RequestState
 from .events import Event, Kind
-from .timelines import FACTS, FETCHING, LINKS, UNFINISHED, HopRow, JobTimeline, RuntimeLife, Timeline, link_of, name_of
+from .timelines import FACTS, FETCHING, UNFINISHED, HopRow, JobTimeline, RuntimeLife, Timeline, link_of, name_of
 from .wording import plain
 
 # -- lanes -----------------------------------------------------------------------------------------------------------
@@ -47,11 +47,11 @@ class Lanes:
 # No event carries the counts of a pool. Sums of other counts are less exact, and `DERIVED` tells the reader so.
 
 DERIVED = (
-    "Derived, since no event carries the counts of a pool. Device: blocks in the tables of requests and prefetches, "
-    "as many as each was given at its start. What several share counts once for each of them, so the sum may be larger "
-    "than the pool; what decoding adds is not in it. Every other tier: blocks that landed copies have filled there, "
-    "and on a disk those that an earlier process has left, at most the pool; what was dropped since then is not known. "
-    "Of device blocks that are an engine's own, only those that are being loaded are known."
+    "Estimated, because no event carries the counts of a pool. Device: the blocks in the tables of requests and "
+    "prefetches, as allocated at the start. A block that several requests share counts once for each of them, so the "
+    "sum can be larger than the pool. Blocks that decoding adds are not counted. Other tiers: the blocks that copies "
+    "have filled, and on a disk also those that an earlier process left, at most the pool. Blocks that were evicted "
+    "since then are not subtracted. If an engine owns the device blocks, only those that are being loaded are known."
 )
 
 
@@ -171,10 +171,16 @@ _HOLD_TABLES = (Kind.REQUEST, Kind.PREFETCH)
 """Kinds of timelines whose blocks are on the device."""
 _TABLE_STATES = {RequestState.ALLOCATED.value, CacheTransferState.MOVING.value}
 
+LaneKey = tuple[int, Kind | HopRow]
+"""The number of a runtime, and the use of its lanes: requests and all that is drawn among them, steps, or one link."""
 TimelineKey = tuple[int, Kind, str]
 JobKey = tuple[int, int]
 Key = TypeVar("Key")
 Kept = TypeVar("Kept")
+
+
+def _lanes_of(kind: Kind) -> Kind:
+    return Kind.STEP if kind is Kind.STEP else Kind.REQUEST
 
 
 @attrs.define(eq=False)
@@ -186,13 +192,11 @@ class TimelineBook:
     num_timelines: int = 0
     num_early: int = 0
     """Timelines whose beginning is not in the log."""
-    lanes: Lanes = attrs.field(factory=Lanes)
-    job_lanes: dict[HopRow, Lanes] = attrs.field(factory=lambda: {link: Lanes() for link in LINKS})
+    lanes: defaultdict[LaneKey, Lanes] = attrs.field(factory=lambda: defaultdict(Lanes))
     # Ordered, because removing the first entry of a plain dict repeatedly takes longer each time.
     _timelines: OrderedDict[TimelineKey, Timeline] = attrs.field(factory=OrderedDict)
     _jobs: OrderedDict[JobKey, JobTimeline] = attrs.field(factory=OrderedDict)
     _usages: UsageBook = attrs.field(factory=UsageBook)
-    step_lanes: Lanes = attrs.field(factory=Lanes)
     _steps_of: dict[TimelineKey, list[Timeline]] = attrs.field(factory=dict)
     """The open steps of each request, by the key of the request."""
 
@@ -329,7 +333,7 @@ class TimelineBook:
 
     def _begin(self, key: TimelineKey, event: Event, runtime: RuntimeLife, previous: str) -> Timeline:
         self.num_timelines += 1
-        lane = (self.step_lanes if key[1] is Kind.STEP else self.lanes).take()
+        lane = self.lanes[runtime.number, _lanes_of(key[1])].take()
         timeline = Timeline(self.num_timelines, key[1], plain(key[2]), runtime, lane, [], [])
         state = event.meaning.state
         if state not in _FIRST_STATES and key[1] not in _TRANSFERS:
@@ -365,13 +369,12 @@ class TimelineBook:
 
     def _end(self, key: TimelineKey) -> None:
         timeline = self._timelines.pop(key)
+        self.lanes[key[0], _lanes_of(key[1])].give(timeline.lane)
         if key[1] is Kind.STEP:
-            self.step_lanes.give(timeline.lane)
             self._let_go(key, timeline)
             if timeline.outcome == _ENDED and timeline.num_held_blocks:
                 self._report(timeline.runtime, self._usages.table_changed(timeline.runtime, -timeline.num_held_blocks))
         else:
-            self.lanes.give(timeline.lane)
             self._steps_of.pop(key, None)
         self.listener.timeline_over(timeline)
 
@@ -383,7 +386,7 @@ class TimelineBook:
         self._make_room(self._jobs, self._give_up_job)
         found = (self._timelines.get((runtime.number, kind, owner)) for kind in _OWNERS)
         number = next((timeline.number for timeline in found if timeline is not None), 0) if owner else 0
-        lane, at_s = self.job_lanes[link].take(), runtime.last_s
+        lane, at_s = self.lanes[runtime.number, link].take(), runtime.last_s
         job = JobTimeline(key[1], link, num_blocks, plain(owner), number, runtime, lane, at_s, at_s)
         self._jobs[key] = job
         self._report(runtime, self._usages.job_launched(job))
@@ -394,7 +397,7 @@ class TimelineBook:
 
     def _end_job(self, key: JobKey) -> None:
         job = self._jobs.pop(key)
-        self.job_lanes[job.link].give(job.lane)
+        self.lanes[key[0], job.link].give(job.lane)
         self._report(job.runtime, self._usages.job_ended(job))
         self.listener.job_over(job)
 

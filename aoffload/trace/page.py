@@ -12,11 +12,12 @@ from .book import DERIVED
 from .drawing import MAX_DRAWN, Drawing
 from .output import asset, content_hash, filled_in, whole_file
 from .scan import Scan
+from .summary import STATES, meaning
 from .timelines import pool_field
 from .wording import counted, size
 
 SCRIPTS = ("format.js", "data.js", "view.js", "gantt.js", "pools.js", "details.js", "main.js")
-_FORMAT = 2
+_FORMAT = 3
 
 
 def write_page(log: Path, file: Path, progress: TextIO, until_s: float | None = None) -> str:
@@ -55,20 +56,17 @@ def _data(scan: Scan, drawing: Drawing) -> dict[str, Any]:
         "title": scan.title(),
         "first_s": scan.first_s,
         "last_s": scan.last_s,
-        "num_lanes": scan.book.lanes.num_lanes,
-        "num_step_lanes": scan.book.step_lanes.num_lanes,
-        "num_job_lanes": {link.name: lanes.num_lanes for link, lanes in scan.book.job_lanes.items()},
+        "states": {state: meaning(state, *scan.runtimes.lives) for state in STATES},
         "remarks": remarks,
         "derived": DERIVED,
         "runtimes": [
             {
                 "number": life.number,
                 "name": life.name,
-                "about": life.describe(),
+                "about": life.sizes() + life.ending(),
                 "start_s": life.opened_s,
                 "stop_s": life.last_s,
                 **{pool_field(row.tier): life.pools.get(row.tier, 0) for row in TIERS},
-                "is_engine_owned": life.is_engine_owned,
             }
             for life in scan.runtimes.lives
         ],

@@ -19,14 +19,14 @@ _PLURALS = {Kind.PREFETCH: "prefetches", Kind.FETCH: "fetches"}
 STATES = {
     RequestState.MATCHED.value: "told to ask again",
     RequestState.PINNED.value: "waits for blocks",
-    FETCHING: "waits for what comes from below host memory",
-    RequestState.ALLOCATED.value: "has blocks, does not load yet",
+    FETCHING: "waits for a fetch from a lower tier",
+    RequestState.ALLOCATED.value: "has blocks, not loading yet",
     RequestState.LOADING.value: "waits for copies",
-    RequestState.DRAINING.value: "lost its load, waits for its step",
-    RequestState.REQUEUED.value: "lost its load, waits for blocks",
-    RequestState.STRANDED.value: "lost its blocks for good",
+    RequestState.DRAINING.value: "its load failed, waits for its step",
+    RequestState.REQUEUED.value: "its load failed, waits for blocks",
+    RequestState.STRANDED.value: "its load failed, can't get blocks",
     RequestState.RUNNING.value: "computes",
-    RequestState.PREEMPTED.value: "gave its blocks away",
+    RequestState.PREEMPTED.value: "gave up its blocks",
 }
 """What a request is doing in each state. MATCHED lasts for part of a step only, unless the request was answered "ask
 again"."""

@@ -134,19 +134,26 @@ class RuntimeLife:
         """Whether `name` is its name, with or without "runtime" or "ledger", or its number."""
         return name in (self.name, self.name.partition(" ")[2], str(self.number))
 
-    def title(self) -> str:
-        """Its name and the sizes of its pools."""
+    def sizes(self) -> str:
+        """The sizes of its pools."""
         if not self.was_opened:
-            return f"{self.name} (opened before the log begins)"
+            return "opened before the log begins"
         num_device = self.pools.get(Tier.DEVICE, 0)
         device = counted(num_device, "device block") if num_device else "device"
         device += " of its engine" if self.is_engine_owned else ""
         others = [f"{number:,} {in_words(tier)}" for tier, number in self.pools.items() if tier is not Tier.DEVICE]
-        return f"{self.name} ({', '.join([device, *others])})"
+        return ", ".join([device, *others])
+
+    def title(self) -> str:
+        return f"{self.name} ({self.sizes()})"
+
+    def ending(self) -> str:
+        """`, never closed`, or nothing. Call it after the whole log was read."""
+        return "" if self.closed_s is not None or not self.was_opened else ", never closed"
 
     def describe(self) -> str:
-        """Its title, and whether it was closed. Call it after the whole log was read."""
-        return self.title() if self.closed_s is not None or not self.was_opened else f"{self.title()}, never closed"
+        """Its title and its ending."""
+        return self.title() + self.ending()
 
 
 @attrs.define(eq=False)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from socket import socket
 from typing import Any
 
 import anyio
 import anyio.to_thread
 import pytest
 import torch
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, Metric, start_http_server
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 from aoffload.metrics import Metrics, MetricsCollector
 from aoffload.top import command
-from aoffload.top.command import Look, NothingToShow, lines, main, watch
+from aoffload.top.command import Look, NothingToShow, Screen, lines, main, watch
 
 BUSY = """
 aoffload_requests{state="running"} 1
@@ -59,17 +67,25 @@ def listening(registry: CollectorRegistry) -> Iterator[str]:
 
 def test_what_holds_everybody_up_is_seen_in_one_look() -> None:
     """Who runs, how long requests wait and the oldest step lasts, whose blocks are where, what is off."""
-    text = "\n".join(lines(Look.of(BUSY, 0.0), None))
+    shown = list(lines(Look.of(BUSY, 0.0), None))
+    text = "\n".join(shown)
     for expected in (
-        "requests   1 running (one for 61.0 s), 1 pinned (one for 41.5 s)",
-        "waiting    1, the first for 41.5 s", "the oldest is open for 60.0 s",
-        "device     0 free, 0 cached, 24 pinned, 0 quarantined; 24 blocks", "2 quarantined", "the cache is off",
-        "loads are paused", "12 s old",
+        "requests   1 running (longest 61.0 s), 1 pinned (longest 41.5 s)",
+        "waiting    1 for blocks, the first for 41.5 s", "the oldest is open for 60.0 s",
+        "2 quarantined", "the cache is off", "loads are paused", "12 s old",
     ):  # fmt: skip
         assert expected in text
+    assert row(shown, "device")[:6] == ["device", "24", "0", "0", "24", "0"]
+    assert all(line.startswith("WARNING") for line in shown[:3])
 
 
-def test_eviction_that_learns_and_what_is_left_alone_have_lines() -> None:
+def row(shown: list[str], first: str) -> list[str]:
+    """The cells of the row of a table that begins so."""
+    (found,) = [line for line in shown if line.startswith(f"{first} ")]
+    return found.split()
+
+
+def test_eviction_that_learns_and_storage_that_fails_have_lines() -> None:
     """Which order rules where, and what of which tier is not asked for."""
     text = (
         BUSY
@@ -82,33 +98,130 @@ aoffload_storage_left_alone{tier="disk",use="load"} 0
 """
     )
     shown = list(lines(Look.of(text, 0.0), None))
-    assert "eviction   host by what was learned, disk by the last use" in shown
-    assert "WARNING    remote fails and is left alone for a while: questions, loads" in shown
+    assert "eviction   host learned, disk least recently used" in shown
+    assert "WARNING    remote fails, so for a while it gets no questions and no loads" in shown
     assert not any(line.startswith(("eviction", "WARNING    disk")) for line in lines(Look.of(BUSY, 0.0), None))
 
 
 def test_of_an_engines_blocks_only_those_of_copies_are_known() -> None:
     """A scrape has no size of its pool: it is not shown as an empty one."""
     own = "".join(f"{line}\n" for line in BUSY.splitlines() if 'state="free"' not in line and "pool" not in line)
-    (device,) = [line for line in lines(Look.of(own, 0.0), None) if line.startswith("device")]
-    assert device == "device     24 pinned, 0 quarantined: what copies hold of the engine's blocks"
+    shown = list(lines(Look.of(own, 0.0), None))
+    assert "device     the blocks are the engine's: only those that copies hold are known" in shown
+    assert ["device", "-", "-", "-", "24", "0", "-", "-"] in [line.split() for line in shown]
 
 
 def test_rates_are_those_between_two_looks() -> None:
     """Of requests, tokens and bytes; the first look has none. A process that began anew makes none negative."""
     first, second = Look.of(BUSY, 10.0), Look.of(LATER, 12.0)
-    assert "a second" not in "\n".join(lines(first, None))
-    text = "\n".join(lines(second, first))
-    assert "  host     load 2.0 MB/s, store 0.0 MB/s" in text
-    assert "a second   2.0 done, 0.0 aborted; 200 tokens: 75% host hit, 25% computed" in text
-    assert "-" not in "\n".join(lines(first, second))
+    once = list(lines(first, None))
+    assert "/s" not in "\n".join(once)
+    assert "hit share  - now, 75% since the start" in once
+    shown = list(lines(second, first))
+    assert "finished   2.0/s done, 0.0/s aborted" in shown
+    assert row(shown, "host")[-4:] == ["1.91", "MiB/s", "0", "B/s"]
+    tokens = {line[:15]: line[15:].split() for line in shown if line.startswith(("found", "computed"))}
+    assert list(tokens.values()) == [["0", "0%"], ["150", "75%"], ["50", "25%"]]
+    assert not any(cell.startswith("-") and cell != "-" for line in lines(first, second) for cell in line.split())
+
+
+def test_the_hit_share_now_is_that_since_the_look_before() -> None:
+    """What was found and what was computed in between, not in all."""
+    better = LATER.replace("} 200\n", "} 100\n")
+    assert "hit share  100% now, 86% since the start" in list(lines(Look.of(better, 12.0), Look.of(BUSY, 10.0)))
+    assert "hit share  - now, 75% since the start" in list(lines(Look.of(BUSY, 12.0), Look.of(BUSY, 10.0)))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B/s"), (999, "999 B/s"), (2048, "2.00 KiB/s"), (1e6, "977 KiB/s"), (31.5 * 2**30, "31.5 GiB/s"),
+     (5 * 2**40, "5.00 TiB/s"), (5000 * 2**40, "5000 TiB/s")],
+)  # fmt: skip
+def test_bytes_a_second_can_be_read(num_bytes: float, text: str) -> None:
+    assert command.byte_rate(num_bytes) == text
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80])
+def test_it_fits_the_screen(width: int) -> None:
+    """Of a narrow one, a table continues below with the same first column, and no figure is lost."""
+    first, second = Look.of(BUSY, 10.0), Look.of(LATER, 12.0)
+    shown, whole = list(lines(second, first, width)), list(lines(second, first, 1000))
+    assert max(map(len, shown)) <= width
+    assert {cell for line in shown for cell in line.split()} == {cell for line in whole for cell in line.split()}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_view_is_drawn_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the upper left corner, no line more than the screen has. At the end the last view stays above the prompt."""
+    monkeypatch.setenv("COLUMNS", "10")
+    monkeypatch.setenv("LINES", "3")
+    monkeypatch.delenv("TERM", raising=False)
+    terminal = Terminal()
+    with Screen(terminal) as screen:
+        assert screen.width == 10
+        screen.show(["first", "view"])
+        screen.show([f"line {number}, which is too long" for number in range(9)])
+    entered, first, second = terminal.getvalue().split(command.HOME)
+    assert entered == command.ENTER
+    assert first == f"first{command.CLEAR_LINE}\r\nview{command.CLEAR_LINE}{command.CLEAR_BELOW}"
+    second, left = second.split(command.LEAVE)
+    assert second.count("\n") == 2 and "line 0, wh\x1b" in second
+    assert left.startswith("line 0, which is too long\n") and left.count("\n") == 9
+
+
+@pytest.mark.parametrize("is_dumb", [True, False])
+def test_elsewhere_it_prints_plain_lines(is_dumb: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a pipe or a file, and on a terminal that can't move its cursor."""
+    monkeypatch.setenv("TERM", "dumb" if is_dumb else "xterm")
+    output = Terminal() if is_dumb else io.StringIO()
+    with Screen(output) as screen:
+        screen.show(["one"])
+        screen.show(["two"])
+    assert output.getvalue() == "one\n\ntwo\n\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_terminal_is_as_before_after_a_signal(number: int, status: int) -> None:
+    """Ctrl-C and `kill` leave the alternate screen and bring the cursor back."""
+    import pty
+
+    registry = CollectorRegistry()
+    registry.register(Fixed())
+    ours, theirs = pty.openpty()
+    with listening(registry) as url, open(ours, "rb", buffering=0) as terminal:
+        run = [sys.executable, "-m", "aoffload", "top", url, "--interval", "3600"]
+        with subprocess.Popen(run, stdout=theirs, env={**os.environ, "TERM": "xterm"}) as process:
+            os.close(theirs)
+            seen = b""
+            while command.CLEAR_BELOW.encode() not in seen:
+                seen += terminal.read(4096)
+            assert seen.startswith(command.ENTER.encode()) and b"1 running" in seen
+            process.send_signal(number)
+            assert process.wait(60) == status
+            left = terminal.read(65536)
+    assert command.LEAVE.encode() in left and b"1 running" in left.partition(command.LEAVE.encode())[2]
+
+
+class Fixed:
+    """A collector of one metric."""
+
+    def collect(self) -> Iterator[Metric]:
+        metric = Metric("aoffload_requests", "", "gauge")
+        metric.add_sample("aoffload_requests", {"state": "running"}, 1)
+        yield metric
 
 
 def test_it_looks_as_often_as_asked_and_waits_in_between() -> None:
     """It ends after the last look without waiting once more."""
     texts, times, slept = iter([BUSY, LATER, BUSY]), iter([0.0, 2.0, 4.0]), []
     shown = list(watch(lambda: next(texts), lambda: next(times), slept.append, 2.0, 3))
-    assert len(shown) == 3 and slept == [2.0, 2.0] and "a second" in shown[1]
+    assert [(look.at_s, before and before.at_s) for look, before in shown] == [(0.0, None), (2.0, 0.0), (4.0, 2.0)]
+    assert slept == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("text", ["<html>", "", 'python_info{version="3"} 1\n'])
@@ -127,13 +240,15 @@ def test_a_process_that_goes_away_is_status_1(
     def fetch(request: Any) -> str:
         for text in answers:
             return text
-        raise NothingToShow("no answer")
+        raise NothingToShow("can't be reached: connection refused")
 
     monkeypatch.setattr(command, "_fetch", fetch)
     monkeypatch.setattr(command.time, "sleep", lambda seconds: None)
     assert main(["http://127.0.0.1:1/metrics"]) == 1
     captured = capsys.readouterr()
-    assert "1 running" in captured.out and captured.err == "aoffload top: http://127.0.0.1:1/metrics: no answer\n"
+    assert "1 running" in captured.out and captured.err == (
+        "aoffload top: http://127.0.0.1:1/metrics can't be reached: connection refused\n"
+    )
 
 
 @pytest.mark.anyio
@@ -158,3 +273,40 @@ def test_an_address_without_a_process_is_one_line_and_status_2(url: str, capsys:
     assert main([url, "--count", "1"]) == 2
     captured = capsys.readouterr()
     assert not captured.out and captured.err.startswith("aoffload top: ") and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (401, "", "answers 401 Unauthorized (set AOFFLOAD_API_KEY)"),
+        (404, "", "answers 404 Not Found"),
+        (200, "<html>", "answers with something else than metrics"),
+        (200, "other 1\n", "has no metrics of aoffload"),
+    ],
+)
+def test_what_is_wrong_with_an_address_is_said_in_plain_words(
+    status: int, body: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}/metrics"
+        assert main([url]) == 2
+        thread.join()
+    assert capsys.readouterr().err == f"aoffload top: {url} {said}\n"
+
+
+def test_an_address_that_does_not_answer_is_said_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/metrics"
+        assert main([url]) == 2
+    assert capsys.readouterr().err == f"aoffload top: {url} can't be reached: connection refused\n"

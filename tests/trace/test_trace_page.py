@@ -17,6 +17,7 @@ import pytest
 from page_data import column, columns, page_data
 from real_log import write_real
 
+from aoffload._kernel.states import RequestState
 from aoffload.trace import drawing
 from aoffload.trace.page import SCRIPTS, write_page
 from benchmarks.synthetic_log import line, write_synthetic
@@ -66,7 +67,7 @@ def test_the_data_are_those_of_the_log(real: tuple[Path, list[dict[str, Any]]]) 
     assert Counter(data["links"][at]["direction"] for at in jobs["link"]) == Counter(e["direction"] for e in launched)
     assert set(jobs["timeline"]) <= {0, *timelines["number"]}
     assert [(life["num_device_blocks"], life["num_host_blocks"]) for life in data["runtimes"]] == [(8, 9), (8, 9)]
-    assert "Derived, since no event carries the counts of a pool" in data["derived"]
+    assert "Estimated, because no event carries the counts of a pool" in data["derived"]
 
 
 def test_occupancy_never_leaves_what_the_log_allows(real: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -112,6 +113,27 @@ def test_the_package_has_every_part_of_the_page() -> None:
     assert {path.name for path in ASSETS.iterdir()} == {*SCRIPTS, "page.html", "style.css"}
 
 
+def test_names_can_be_read_on_every_colour_of_a_bar() -> None:
+    """WCAG asks for a contrast of 4.5."""
+    colours = dict(re.findall(r"--(\w+): (#\w+)", (ASSETS / "style.css").read_text().partition("@media")[0]))
+    states = [state.value for state in RequestState if state.value in colours]
+    assert len(states) >= 8
+    for name in (*states, "fetching", "moving", "held", "step"):
+        assert _contrast(colours[name], colours["label"]) >= 4.5, name
+
+
+def _contrast(one: str, other: str) -> float:
+    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    digits = colour[1:] if len(colour) == 7 else "".join(digit * 2 for digit in colour[1:])
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node on the path")
 def test_the_scripts_read_the_data_back(real: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     """The page's own code, without a browser: search finds a request, its states and facts are those of the log."""
@@ -122,9 +144,11 @@ def test_the_scripts_read_the_data_back(real: tuple[Path, list[dict[str, Any]]],
         "\nreadTrace(JSON.parse(require('fs').readFileSync(process.argv[2]))).then((trace) => {"
         " const found = searchTimelines(trace, 'waiter', 9);"
         " const states = found.timelines.map((at) => intervalsOf(trace, at).map((one) => one.state));"
-        " const { lane, startS, stopS, name } = trace.timelines;"
-        " const index = new LaneIndex(trace.num_lanes, Uint32Array.from(lane.keys()), lane, startS, stopS);"
-        " const near = name.map((_, at) => index.nearest(lane[at], (startS[at] + stopS[at]) / 2, 0, () => true));"
+        " const { lane, startS, stopS, name, runtime } = trace.timelines;"
+        " const bars = (number) => trace.bars.get(number).requests.concat(trace.bars.get(number).steps);"
+        " const indexes = new Map([1, 2].map((number) => [number, new LaneIndex(bars(number), lane, startS, stopS)]));"
+        " const near = name.map((_, at) => "
+        "   indexes.get(runtime[at]).nearest(lane[at], (startS[at] + stopS[at]) / 2, 0));"
         " console.log(JSON.stringify([found.count, states, factsOf(trace, found.timelines[0]), near])); });"
     )
     (tmp_path / "program.js").write_text(program)

@@ -117,7 +117,7 @@ def test_a_wait_for_a_fetch_is_told_as_one(tmp_path: Path, capsys: pytest.Captur
     assert "waits for fetch-1 of 4 blocks from below host memory" in text
     assert "fetching 2.00 s (50%)" in text and "pinned 1.00 s (25%)" in text
     assert "job 1, load of 4 blocks from the disk: landed" in output_of(capsys, written, "request", "fetch-1")
-    assert "waits for what comes from below host memory" in output_of(capsys, written)
+    assert "waits for a fetch from a lower tier" in output_of(capsys, written)
     page = tmp_path / "page.html"
     output_of(capsys, written, "html", page)
     data = page_data(page)
@@ -132,7 +132,7 @@ def test_a_log_that_ends_in_a_fetch_says_so(tmp_path: Path, capsys: pytest.Captu
         line(1001, "request_matched", request_id="a", **MATCH), line(1001, "request_pinned", request_id="a"),
         line(1001, "fetch_moving", request_id="fetch-1", num_blocks=4, waiter="a"),
     )  # fmt: skip
-    assert "fetching for 9.00 s, waits for what comes from below" in output_of(
+    assert "fetching for 9.00 s, waits for a fetch from a lower tier" in output_of(
         capsys, written, "summary", "--until", "1010"
     )
     output = output_of(capsys, written, "request", "a", "--until", "1010")

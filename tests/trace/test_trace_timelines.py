@@ -150,10 +150,25 @@ def test_lanes_are_as_few_as_timelines_at_once(read: Any) -> None:
             done = {"request_id": f"r{number - 3}", "num_computed_tokens": 1}
             events.append((number + 0.5, "request_done", done))
     recorder, scan = read(events)
-    assert scan.book.lanes.num_lanes == 4
+    assert [lanes.num_lanes for lanes in scan.book.lanes.values()] == [4]
     for lane in range(4):
         mine = sorted((s for s in recorder.timelines if s.lane == lane), key=lambda timeline: timeline.start_s)
         assert all(one.stop_s <= other.start_s for one, other in pairwise(mine))
+
+
+def test_each_runtime_has_lanes_of_its_own(read: Any) -> None:
+    """Requests, steps and the jobs of a link begin in the first row of their runtime, whatever another one does."""
+    begun: list[Said] = []
+    for at_s, model in ((1, "a"), (2, "b")):
+        bound = {"model": model}
+        begun.append((at_s, "runtime_opened", {"num_device_blocks": 8, "num_host_blocks": 8, **bound}))
+        begun.append((at_s, "request_matched", {"request_id": "r", **MATCH, **bound}))
+        begun.append((at_s, "step_begun", {"step_id": 1, "request_ids": ["r"], "num_blocks": 1, **bound}))
+        name, fields = job(at_s, "launched", 1, 1)[1:]
+        begun.append((at_s, name, {**fields, **bound}))
+    recorder, _ = read(begun)
+    assert len(recorder.timelines) == 4 and len(recorder.jobs) == 2
+    assert {found.lane for found in (*recorder.timelines, *recorder.jobs)} == {0}
 
 
 def test_occupancy_is_what_was_given_loaded_and_stored(read: Any) -> None:
@@ -187,6 +202,6 @@ def test_timelines_that_never_end_take_bounded_memory(read: Any, monkeypatch: py
     monkeypatch.setattr(book, "MAX_OPEN", 10)
     recorder, scan = read([(n, "request_matched", {"request_id": f"r{n}", **MATCH}) for n in range(50)])
     assert len(recorder.timelines) == 50 and {timeline.outcome for timeline in recorder.timelines} == {"unfinished"}
-    assert scan.book.lanes.num_lanes == 11
+    assert [lanes.num_lanes for lanes in scan.book.lanes.values()] == [11]
     # The first of a plain dict is behind all that went before it, so each event would take longer than the last one.
     assert {type(scan.book._timelines), type(scan.book._jobs)} == {OrderedDict}

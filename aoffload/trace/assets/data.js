@@ -33,16 +33,18 @@ async function readTrace(raw) {
   addMoveRanges(trace);
   trace.timelineByNumber = new Map(Array.from(timelines.number, (number, at) => [number, at]));
   trace.jobsByTimeline = groupJobs(jobs);
-  trace.usedLinks = trace.links.map((_, at) => at).filter((at) => jobs.link.includes(at));
+  trace.bars = groupBars(trace);
+  if (timelines.num_pending.every((count) => count === NOT_KNOWN)) delete trace.states.matched; // none was told to ask again
   return trace;
 }
 
-// Tiers below host memory appear only if a runtime has them or copies to them.
-function shownTiers(trace) {
-  return trace.tiers.filter(({ name, pool }) => {
-    const isCopied = trace.usedLinks.some((at) => trace.links[at].tier === name);
-    return name === "device" || name === "host" || isCopied || trace.runtimes.some((life) => life[pool]);
-  });
+// What each runtime has: requests and the like, steps, and jobs by link.
+function groupBars({ runtimes, kinds, links, timelines, jobs }) {
+  const grouped = new Map(runtimes.map(({ number }) => [number, { requests: [], steps: [], jobs: links.map(() => []) }]));
+  const step = kinds.indexOf("step");
+  timelines.kind.forEach((kind, at) => grouped.get(timelines.runtime[at])[kind === step ? "steps" : "requests"].push(at));
+  jobs.link.forEach((link, at) => grouped.get(jobs.runtime[at]).jobs[link].push(at));
+  return grouped;
 }
 
 // For each timeline: the place of its moves, its begin and end, and its longest state.
@@ -100,7 +102,6 @@ function factsOf(trace, timeline) {
   return Object.fromEntries(known.map((fact) => [fact, trace.timelines[fact][timeline]]));
 }
 
-// At most `most` timelines whose name contains the text: the same name first, then in the order of the log.
 function isStep(trace, timeline) {
   return trace.kinds[trace.timelines.kind[timeline]] === "step";
 }
@@ -114,6 +115,7 @@ function openTimelines(trace) {
   return found.sort((a, b) => stopS[b] - startS[b] - (stopS[a] - startS[a]) || a - b);
 }
 
+// At most `most` timelines whose name contains the text: the same name first, then in the order of the log.
 function searchTimelines(trace, text, most) {
   const names = trace.timelines.name;
   const same = [];

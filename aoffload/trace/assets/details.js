@@ -2,17 +2,17 @@
 
 const FACT_NAMES = {
   num_tokens: "prompt tokens",
-  num_device_tokens: "of them on the device",
-  num_host_tokens: "of them in host memory",
-  num_disk_tokens: "of them on the disk",
-  num_blocks: "blocks given",
+  num_device_tokens: "prompt tokens found on the device",
+  num_host_tokens: "prompt tokens found in host memory",
+  num_disk_tokens: "prompt tokens found on disk",
+  num_blocks: "blocks allocated",
   num_ready_tokens: "tokens ready when it began to compute",
-  num_lost_tokens: "tokens not brought by a load",
+  num_lost_tokens: "tokens that a load failed to bring",
   num_computed_tokens: "tokens committed",
   num_pending: "times told to ask again",
-  num_kept_blocks: "blocks that a step still held at its end",
-  num_declined_tokens: "tokens computed rather than loaded or fetched: that was sooner",
-  num_skipped_fetches: "fetches skipped: the tier fails, and is left alone",
+  num_kept_blocks: "blocks that a step still held when it ended",
+  num_declined_tokens: "tokens computed, because that was faster than to load or fetch them",
+  num_skipped_fetches: "fetches skipped, because the tier fails",
 };
 const MOST_JOBS = 200;
 
@@ -37,30 +37,26 @@ function runtimeName(trace, number) {
   return trace.runtimes[number - 1].name;
 }
 
+// What it does in a state, and the name of the state in the log.
+function stateText(trace, state) {
+  return trace.states[state] ? `${trace.states[state]} (${state})` : state;
+}
+
 function timelineTip(trace, timeline, atS) {
   const { timelines } = trace;
   const whole = timelines.stopS[timeline] - timelines.startS[timeline];
   const now = intervalsOf(trace, timeline).find((interval) => interval.startS <= atS && atS <= interval.stopS);
   const facts = factsOf(trace, timeline);
   const lines = [timelineTitle(trace, timeline)];
-  if (now) lines.push(`${now.state} for ${durationText(now.stopS - now.startS)}, from ${timeText(now.startS)}`);
+  if (now) lines.push(`${stateText(trace, now.state)} for ${durationText(now.stopS - now.startS)}, from ${timeText(now.startS)}`);
   lines.push(`${durationText(whole)} in all, ${outcomeText(trace, timeline)}`);
   if ("num_tokens" in facts) {
     const { num_tokens: tokens, num_device_tokens: device, num_host_tokens: host, num_disk_tokens: disk } = facts;
-    lines.push(`${countText(tokens, "token")}: ${device} on the device, ${host} in host memory${disk ? `, ${disk} on the disk` : ""}`);
+    lines.push(`${countText(tokens, "token")}: ${device} on the device, ${host} in host memory${disk ? `, ${disk} on disk` : ""}`);
   }
   if ("num_blocks" in facts) lines.push(countText(facts.num_blocks, "block"));
   lines.push(runtimeName(trace, timelines.runtime[timeline]));
   return lines.join("\n");
-}
-
-// The activity of an unfinished request, or the blocks that an open step holds.
-function openText(trace, timeline) {
-  const { timelines } = trace;
-  const now = intervalsOf(trace, timeline).pop();
-  const [title, blocks] = [timelineTitle(trace, timeline), factsOf(trace, timeline).num_blocks];
-  if (isStep(trace, timeline)) return `${title}: holds ${countText(blocks, "block")}`;
-  return now ? `${title}: ${now.state} for ${durationText(now.stopS - now.startS)}` : title;
 }
 
 // Reasons for stores that no request waits for, by destination tier.
@@ -91,54 +87,72 @@ function ownerOf(trace, job) {
   return timeline === undefined ? trace.jobs.owner[job] : timelineTitle(trace, timeline);
 }
 
-function table(header, rows, numbersFrom) {
+// A table. `columns` are pairs: the header, and whether the column has numbers. A cell is text or an element.
+function table(columns, rows) {
   const made = element("table");
-  const first = made.insertRow();
-  for (const text of header) first.append(element("th", text));
-  for (const row of rows) {
-    const line = made.insertRow();
-    row.forEach((text, at) => line.append(element("td", text, at >= numbersFrom ? "number" : "")));
-  }
+  const fill = (line, tag, cells) => {
+    cells.forEach((cell, at) => {
+      const made = element(tag, undefined, columns[at][1] ? "number" : "");
+      if (tag === "th") made.scope = "col";
+      made.append(cell);
+      line.append(made);
+    });
+  };
+  fill(made.createTHead().insertRow(), "th", columns.map(([header]) => header));
+  const body = made.createTBody();
+  for (const row of rows) fill(body.insertRow(), "td", row);
   return made;
 }
 
-function showTimeline(panel, trace, timeline) {
+function linkButton(text, clicked) {
+  const button = element("button", text);
+  button.type = "button";
+  button.addEventListener("click", clicked);
+  return button;
+}
+
+function showTimeline(panel, trace, timeline, closed) {
   const { timelines } = trace;
   const whole = timelines.stopS[timeline] - timelines.startS[timeline];
   const heading = element("h2", `${timelineTitle(trace, timeline)} `);
-  const when = `${timeText(timelines.startS[timeline])}, ${durationText(whole)}, ${runtimeName(trace, timelines.runtime[timeline])}`;
-  heading.append(element("small", `${outcomeText(trace, timeline)} (${when})`));
+  const when = `from ${timeText(timelines.startS[timeline])} for ${durationText(whole)}, ${runtimeName(trace, timelines.runtime[timeline])}`;
+  heading.append(element("small", `${outcomeText(trace, timeline)}; ${when}`));
   const columns = element("div", undefined, "columns");
   columns.append(statesTable(trace, timeline, whole), factsTable(trace, timeline), jobsTable(trace, timeline));
-  panel.replaceChildren(heading, columns);
+  panel.replaceChildren(linkButton("close (Esc)", closed), heading, columns);
   panel.hidden = false;
 }
 
 function statesTable(trace, timeline, whole) {
-  const rows = intervalsOf(trace, timeline).map(({ state, startS, stopS }) => {
-    return [state, timeText(startS), durationText(stopS - startS), shareText(stopS - startS, whole)];
+  const intervals = intervalsOf(trace, timeline);
+  const { unit, texts } = durationColumn(intervals.map(({ startS, stopS }) => stopS - startS));
+  const rows = intervals.map(({ state, startS, stopS }, at) => {
+    return [stateText(trace, state), timeText(startS), texts[at], whole ? ((100 * (stopS - startS)) / whole).toFixed(1) : "0.0"];
   });
-  const { timelines, moves, words } = trace;
-  const last = timelines.first[timeline + 1] - 1;
-  rows.push([words[moves.state[last]], timeText(moves.at_s[last]), "", ""]);
-  return table(["state", "from", "for", "share"], rows, 1);
+  rows.push([trace.words[trace.timelines.outcome[timeline]], timeText(trace.timelines.stopS[timeline]), "", ""]);
+  return table([["state", false], ["from (UTC)", true], [`for (${unit})`, true], ["share (%)", true]], rows);
 }
 
 function factsTable(trace, timeline) {
-  const rows = Object.entries(factsOf(trace, timeline)).map(([fact, count]) => [FACT_NAMES[fact], count.toLocaleString("en")]);
-  return table(["", ""], rows, 1);
+  const rows = Object.entries(factsOf(trace, timeline)).map(([fact, count]) => [FACT_NAMES[fact], numberText(count)]);
+  return rows.length ? table([["counted", false], ["number", true]], rows) : "";
 }
 
 function jobsTable(trace, timeline) {
   const { jobs } = trace;
   const found = trace.jobsByTimeline.get(trace.timelines.number[timeline]) || [];
-  const rows = found.slice(0, MOST_JOBS).map((job) => [
-    `${jobs.job_id[job]} ${trace.links[jobs.link[job]].name}`,
+  if (!found.length) return element("p", "no copies of its own", "soft");
+  const shown = found.slice(0, MOST_JOBS);
+  const { unit, texts } = durationColumn(shown.map((job) => jobs.ended_s[job] - jobs.launched_s[job]));
+  const rows = shown.map((job, at) => [
+    String(jobs.job_id[job]),
+    trace.links[jobs.link[job]].name,
     trace.words[jobs.outcome[job]],
     timeText(jobs.launched_s[job]),
-    durationText(jobs.ended_s[job] - jobs.launched_s[job]),
-    countText(jobs.num_blocks[job], "block"),
+    texts[at],
+    numberText(jobs.num_blocks[job]),
   ]);
   const title = found.length > MOST_JOBS ? `job (the first ${MOST_JOBS} of ${found.length})` : "job";
-  return rows.length ? table([title, "", "launched", "settled after", ""], rows, 2) : element("p", "no jobs of its own", "soft");
+  const columns = [[title, true], ["copy", false], ["outcome", false], ["launched (UTC)", true], [`took (${unit})`, true], ["blocks", true]];
+  return table(columns, rows);
 }

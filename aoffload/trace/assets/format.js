@@ -28,11 +28,31 @@ function sizeText(numBytes) {
 }
 
 function countText(number, noun) {
-  return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+  return `${numberText(number)} ${noun}${number === 1 ? "" : "s"}`;
 }
 
-function shareText(part, whole) {
-  return whole ? `${Math.round((100 * part) / whole)} %` : "0 %";
+function numberText(number) {
+  return number.toLocaleString("en");
+}
+
+// Durations of one column: the unit stands in its header. A microsecond can be read, or a millisecond where some take long.
+function durationColumn(seconds) {
+  const isLong = seconds.some((each) => each >= 10);
+  const digits = { minimumFractionDigits: 3, maximumFractionDigits: 3 };
+  return { unit: isLong ? "s" : "ms", texts: seconds.map((each) => (isLong ? each : each * 1e3).toLocaleString("en", digits)) };
+}
+
+// The smallest round number that is at least as large.
+function roundUp(number) {
+  const power = 10 ** Math.floor(Math.log10(number));
+  return power * [1, 2, 4, 5, 8, 10].find((factor) => factor * power >= number);
+}
+
+// What all names begin with, up to a character that separates parts of a name.
+function sharedPrefix(names) {
+  let shared = names.length > 1 ? names[0] : "";
+  for (const name of names) while (!name.startsWith(shared)) shared = shared.slice(0, -1);
+  return shared.match(/^.*[-_:./]/)?.[0] ?? "";
 }
 
 // The step between two marks of the axis: a round number of at least that many seconds.

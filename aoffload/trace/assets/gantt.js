@@ -1,11 +1,16 @@
 // Bars in lanes. Bars narrower than a pixel that share it are drawn once.
 
-const TALLEST = 22;
+const TALLEST = 20;
 const LOWEST = 4;
+const LOWEST_NAMED = 14;
+const NAME_FONT = "11px system-ui, sans-serif";
+const NARROWEST_NAME = 16;
+const FEWEST_LETTERS = 6;
 
 // The bars of each lane, in the order of time. Bars of one lane never overlap.
 class LaneIndex {
-  constructor(numLanes, bars, lanes, startS, stopS) {
+  constructor(bars, lanes, startS, stopS) {
+    const numLanes = bars.reduce((most, bar) => Math.max(most, lanes[bar] + 1), 1);
     this.offsets = new Uint32Array(numLanes + 1);
     for (const bar of bars) this.offsets[lanes[bar] + 1] += 1;
     for (let lane = 0; lane < numLanes; lane++) this.offsets[lane + 1] += this.offsets[lane];
@@ -27,13 +32,13 @@ class LaneIndex {
   }
 
   // The bar nearest to that time, within that many seconds; -1 if there is none.
-  nearest(lane, atS, tolerance, isShown) {
+  nearest(lane, atS, tolerance) {
     let [best, distance] = [-1, tolerance];
     for (let at = this.seek(lane, atS - tolerance); at < this.offsets[lane + 1]; at++) {
       const bar = this.bars[at];
       if (this.startS[bar] > atS + tolerance) break;
       const off = Math.max(this.startS[bar] - atS, atS - this.stopS[bar], 0);
-      if (off <= distance && isShown(bar)) [best, distance] = [bar, off];
+      if (off <= distance) [best, distance] = [bar, off];
       if (off === 0 && best === bar) break;
     }
     return best;
@@ -61,6 +66,7 @@ class Gantt {
     const height = Math.min(this.scroller.clientHeight, whole) || 1;
     this.canvas.style.height = `${height}px`;
     const { context, width } = prepare(this.canvas, height);
+    drawGrid({ context, width, height }, this.view);
     const top = this.scroller.scrollTop;
     const last = Math.min(this.index.numLanes - 1, Math.floor((top + height) / laneHeight));
     for (let lane = Math.floor(top / laneHeight); lane <= last; lane++) {
@@ -77,7 +83,7 @@ class Gantt {
       const bar = index.bars[at];
       if (index.startS[bar] > view.stopS) break;
       const right = view.toX(index.stopS[bar], width);
-      if (right <= covered && bar !== painter.marked || !painter.isShown(bar)) continue;
+      if (right <= covered && bar !== painter.marked) continue;
       const left = view.toX(index.startS[bar], width);
       painter.paint(box, bar, left, right);
       covered = Math.max(covered, Math.floor(Math.max(left + 1, right)));
@@ -90,7 +96,7 @@ class Gantt {
     if (lane < 0 || lane >= this.index.numLanes) return { bar: -1, atS: 0 };
     const atS = this.view.toTime(event.clientX - box.left, box.width);
     const tolerance = (this.view.durationS / box.width) * 3;
-    return { bar: this.index.nearest(lane, atS, tolerance, (bar) => this.painter.isShown(bar)), atS };
+    return { bar: this.index.nearest(lane, atS, tolerance), atS };
   }
 
   reveal(lane) {
@@ -102,10 +108,11 @@ class Gantt {
   }
 }
 
-// Requests, prefetches, fetches, demotions, pins and steps, by state. An abort ends in red, an unfinished timeline with an open end.
+// Requests, prefetches, fetches, demotions, pins and steps, by state, with their names where those fit, without the prefix that
+// all share. An abort ends in red, an unfinished timeline with an open end.
 class TimelinePainter {
-  constructor(trace, view) {
-    Object.assign(this, { trace, view });
+  constructor(trace, view, prefix = "") {
+    Object.assign(this, { trace, view, prefix });
     this.aborted = trace.words.indexOf("aborted");
     this.unfinished = trace.words.indexOf("unfinished");
     this.refreshColours();
@@ -116,14 +123,11 @@ class TimelinePainter {
     this.bad = colour("bad");
     this.open = colour("open");
     this.mark = colour("mark");
+    this.label = colour("label");
   }
 
   get marked() {
     return this.view.selected;
-  }
-
-  isShown(timeline) {
-    return !this.view.runtime || this.trace.timelines.runtime[timeline] === this.view.runtime;
   }
 
   paint(box, timeline, left, right) {
@@ -132,6 +136,7 @@ class TimelinePainter {
       this.fill(box, timelines.outcome[timeline] === this.aborted ? this.bad : this.colours[timelines.main[timeline]], left, 1);
     } else {
       this.paintStates(box, timeline);
+      this.paintName(box, timeline, Math.max(left, 0), Math.min(right, box.width));
     }
     if (timeline === this.view.selected) this.outline(box, left, right);
   }
@@ -147,6 +152,16 @@ class TimelinePainter {
     const stop = box.view.toX(moves.at_s[end], box.width);
     if (timelines.outcome[timeline] === this.aborted) this.fill(box, this.bad, stop - 3, 3);
     if (timelines.outcome[timeline] === this.unfinished) this.fill(box, this.open, stop, 6);
+  }
+
+  paintName(box, timeline, left, right) {
+    if (box.height < LOWEST_NAMED || right - left < NARROWEST_NAME) return;
+    const { context } = box;
+    const name = isStep(this.trace, timeline) ? this.trace.timelines.name[timeline] : timelineTitle(this.trace, timeline);
+    context.font = NAME_FONT;
+    const text = fitText(context, name.startsWith(this.prefix) ? name.slice(this.prefix.length) : name, right - left - 8);
+    context.fillStyle = this.label;
+    context.fillText(text, left + 4, box.y + box.height / 2 + 4);
   }
 
   fill(box, style, left, width) {
@@ -165,17 +180,13 @@ class TimelinePainter {
 // Jobs of one link.
 class JobPainter extends TimelinePainter {
   refreshColours() {
-    this.colours = this.trace.links.map(({ direction }) => colour(direction === "load" ? "loading" : "pool"));
-    this.ends = new Map([["failed", "bad"], ["refused", "soft"]].map(([word, name]) => [this.trace.words.indexOf(word), colour(name)]));
+    this.colours = this.trace.links.map(({ direction }) => colour(direction === "load" ? "loading" : "store"));
+    this.ends = new Map([["failed", "bad"], ["refused", "refused"]].map(([word, name]) => [this.trace.words.indexOf(word), colour(name)]));
     this.mark = colour("mark");
   }
 
   get marked() {
     return -1;
-  }
-
-  isShown(job) {
-    return !this.view.runtime || this.trace.jobs.runtime[job] === this.view.runtime;
   }
 
   paint(box, job, left, right) {
@@ -185,4 +196,11 @@ class JobPainter extends TimelinePainter {
     const selected = this.view.selected;
     if (selected >= 0 && jobs.timeline[job] && jobs.timeline[job] === timelines.number[selected]) this.outline(box, left, right);
   }
+}
+
+// The text, or its first word, which is the number of a step, or as much of its beginning as fits. Nothing if that is little.
+function fitText(context, text, width) {
+  for (const whole of [text, text.split(" ")[0]]) if (context.measureText(whole).width <= width) return whole;
+  const length = Math.floor((text.length * width) / context.measureText(text).width) - 2;
+  return length >= FEWEST_LETTERS ? `${text.slice(0, length)}\u2026` : "";
 }

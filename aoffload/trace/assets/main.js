@@ -2,22 +2,137 @@
 
 const MOST_MATCHES = 20;
 const MOST_OPEN = 10;
+const MOST_RUNTIMES = 12;
 const NOTE_S = 0.5; // what is shown on either side of a note
 const WHEEL_STEP = 0.0015;
 const $ = (id) => document.getElementById(id);
+
+// A runtime: a frame with its name, and in it a row for each panel, with a label.
+class RuntimeSection {
+  constructor(page, life) {
+    Object.assign(this, { page, life });
+    const { trace } = page;
+    this.bars = trace.bars.get(life.number);
+    this.box = element("section", undefined, "runtime");
+    this.box.dataset.runtime = String(life.number);
+    this.box.setAttribute("aria-label", life.name);
+    const heading = element("h2", `${life.name} `);
+    heading.append(element("small", life.about));
+    this.box.append(heading);
+    this.requests = this.addTimelines("Requests", this.bars.requests, "requests");
+    this.steps = this.addTimelines("Steps", this.bars.steps, "steps");
+    this.bars.jobs.forEach((jobs, link) => jobs.length && this.addJobs(trace.links[link], jobs));
+    for (const tier of trace.tiers) this.addPlot(tier);
+  }
+
+  panels = [];
+
+  addRow(title, about, panel, made) {
+    const label = element("div", undefined, "label");
+    label.append(element("b", title), ...about.filter(Boolean).map((line) => element("small", line)));
+    const canvas = panel.tagName === "CANVAS" ? panel : panel.querySelector("canvas");
+    canvas.setAttribute("role", "img");
+    canvas.setAttribute("aria-label", `${title} of ${this.life.name} over time`);
+    const row = element("div", undefined, "row");
+    row.append(label, panel);
+    this.box.append(row);
+    this.panels.push(made);
+    return made;
+  }
+
+  addTimelines(title, bars, name) {
+    if (!bars.length) return null;
+    const { trace, view } = this.page;
+    const { lane, startS, stopS } = trace.timelines;
+    const isRequests = name === "requests";
+    const prefix = isRequests ? sharedPrefix(requestsOf(trace, bars).map((bar) => trace.timelines.name[bar])) : "";
+    const painter = new TimelinePainter(trace, view, prefix);
+    const panel = scroller(name);
+    const gantt = new Gantt(panel, new LaneIndex(bars, lane, startS, stopS), painter, view);
+    const about = isRequests ? [outcomeCounts(trace, bars), prefix && `ids begin with ${prefix}`] : [numberText(bars.length)];
+    this.addRow(title, about, panel, gantt);
+    listenToPointer(this.page, gantt, (event) => {
+      const { bar, atS } = gantt.barAt(event);
+      return bar < 0 ? "" : timelineTip(trace, bar, atS);
+    }, (event) => this.page.select(gantt.barAt(event).bar));
+    return gantt;
+  }
+
+  addJobs(link, bars) {
+    const { trace, view } = this.page;
+    const { lane, launched_s: startS, ended_s: stopS, num_bytes: numBytes, timeline } = trace.jobs;
+    const panel = scroller("jobs");
+    panel.dataset.link = link.name;
+    const gantt = new Gantt(panel, new LaneIndex(bars, lane, startS, stopS), new JobPainter(trace, view), view);
+    const bytes = bars.reduce((sum, job) => sum + numBytes[job], 0);
+    const about = `${numberText(bars.length)} ${bars.length === 1 ? "copy" : "copies"}${bytes ? `, ${sizeText(bytes)}` : ""}`;
+    this.addRow(link.name[0].toUpperCase() + link.name.slice(1), [about], panel, gantt);
+    const jobAt = (event) => gantt.barAt(event).bar;
+    listenToPointer(this.page, gantt, (event) => (jobAt(event) < 0 ? "" : jobTip(trace, jobAt(event))), (event) => {
+      const owner = jobAt(event) < 0 ? undefined : trace.timelineByNumber.get(timeline[jobAt(event)]);
+      if (owner !== undefined) this.page.select(owner);
+    });
+  }
+
+  addPlot(tier) {
+    const canvas = element("canvas", undefined, "plot");
+    canvas.dataset.tier = tier.name;
+    const plot = new Plot(canvas, tier, this.life, this.page.trace, this.page.view);
+    if (!plot.isKnown) return;
+    this.addRow(TIER_NAMES[tier.name], plot.about, canvas, plot);
+    listenToPointer(this.page, plot, (event) => plot.tip(event), () => {});
+  }
+
+  draw() {
+    for (const panel of this.panels) panel.draw();
+  }
+
+  refreshColours() {
+    for (const { painter } of this.panels) if (painter) painter.refreshColours();
+  }
+
+  reveal(timeline) {
+    const panel = isStep(this.page.trace, timeline) ? this.steps : this.requests;
+    panel.reveal(this.page.trace.timelines.lane[timeline]);
+    panel.scroller.parentElement.scrollIntoView({ block: "nearest" });
+  }
+}
+
+// Without prefetches, fetches, demotions and pins, which are drawn among them.
+function requestsOf(trace, bars) {
+  const request = trace.kinds.indexOf("request");
+  return bars.filter((bar) => trace.timelines.kind[bar] === request);
+}
+
+function scroller(name) {
+  const made = element("div", undefined, `scroller ${name}`);
+  const spacer = element("div", undefined, "spacer");
+  spacer.append(element("canvas"));
+  made.append(spacer);
+  return made;
+}
 
 class Page {
   constructor(trace) {
     this.trace = trace;
     this.view = new View(trace.first_s, trace.last_s);
     this.view.changed = () => this.redraw();
-    this.gantt = new Gantt($("gantt"), timelineIndex(trace), new TimelinePainter(trace, this.view), this.view);
-    this.steps = new Gantt($("steps"), stepIndex(trace), new TimelinePainter(trace, this.view), this.view);
-    this.jobs = trace.usedLinks.map((link) => {
-      return new Gantt(jobLanes(trace.links[link].name), jobIndex(trace, link), new JobPainter(trace, this.view), this.view);
-    });
-    this.plots = shownTiers(trace).map((tier) => new Plot(plotCanvas(tier.name), tier, trace, this.view));
+    this.made = new Map();
     this.isDue = false;
+    this.fillRuntimes(0);
+  }
+
+  // The frames of one runtime, or of the first ones of the log.
+  fillRuntimes(number) {
+    const { runtimes } = this.trace;
+    const shown = number ? [runtimes[number - 1]] : runtimes.slice(0, MOST_RUNTIMES);
+    for (const life of shown) if (!this.made.has(life.number)) this.made.set(life.number, new RuntimeSection(this, life));
+    this.sections = shown.map((life) => this.made.get(life.number));
+    $("tip").hidden = true; // what it was about may be gone
+    $("runtimes").replaceChildren(...this.sections.map(({ box }) => box));
+    $("rest").hidden = number > 0 || shown.length === runtimes.length;
+    $("rest").textContent = `The first ${shown.length} of ${numberText(runtimes.length)} runtimes. Choose another one at the top.`;
+    $("runtime").value = String(number);
   }
 
   // However many changes there are, draw once per frame.
@@ -32,7 +147,7 @@ class Page {
 
   draw() {
     drawAxis($("axis"), this.view);
-    for (const panel of [this.gantt, this.steps, ...this.jobs, ...this.plots]) panel.draw();
+    for (const section of this.sections) section.draw();
   }
 
   select(timeline) {
@@ -40,74 +155,38 @@ class Page {
     if (timeline < 0) {
       $("timeline").hidden = true;
     } else {
-      showTimeline($("timeline"), this.trace, timeline);
+      showTimeline($("timeline"), this.trace, timeline, () => this.select(-1));
     }
     this.redraw();
   }
 
   goTo(timeline) {
     const { timelines } = this.trace;
-    const { runtime } = this.view;
-    if (runtime && runtime !== timelines.runtime[timeline]) this.showRuntime(0);
+    const shown = () => this.sections.find(({ life }) => life.number === timelines.runtime[timeline]);
+    if (!shown()) this.fillRuntimes(timelines.runtime[timeline]);
     this.select(timeline);
     this.view.showTimeline(timelines.startS[timeline], timelines.stopS[timeline]);
-    (isStep(this.trace, timeline) ? this.steps : this.gantt).reveal(timelines.lane[timeline]);
+    shown().reveal(timeline);
   }
 
   showRuntime(number) {
-    this.view.runtime = number;
-    $("runtime").value = String(number);
+    this.fillRuntimes(number);
     const life = this.trace.runtimes[number - 1];
     if (life) this.view.showTimeline(life.start_s, life.stop_s);
     else this.view.showAll();
   }
-}
 
-function timelineIndex(trace) {
-  const { lane, startS, stopS } = trace.timelines;
-  const bars = Uint32Array.from(lane.keys()).filter((timeline) => !isStep(trace, timeline));
-  return new LaneIndex(Math.max(1, trace.num_lanes), bars, lane, startS, stopS);
-}
-
-function stepIndex(trace) {
-  const { lane, startS, stopS } = trace.timelines;
-  const bars = Uint32Array.from(lane.keys()).filter((timeline) => isStep(trace, timeline));
-  return new LaneIndex(Math.max(1, trace.num_step_lanes), bars, lane, startS, stopS);
-}
-
-function jobIndex(trace, number) {
-  const { lane, link, launched_s: startS, ended_s: stopS } = trace.jobs;
-  const bars = Uint32Array.from(lane.keys()).filter((job) => link[job] === number);
-  return new LaneIndex(Math.max(1, trace.num_job_lanes[trace.links[number].name]), bars, lane, startS, stopS);
-}
-
-// A panel for the jobs of one link, under its name.
-function jobLanes(name) {
-  const canvas = element("canvas");
-  canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", `${name}, over time`);
-  const scroller = element("div", undefined, "scroller jobs");
-  scroller.append(element("div", undefined, "spacer"));
-  scroller.firstElementChild.append(canvas);
-  scroller.dataset.link = name;
-  $("jobs").append(element("small", name), scroller);
-  return scroller;
-}
-
-function plotCanvas(name) {
-  const canvas = element("canvas", undefined, "plot");
-  canvas.id = name;
-  canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", `${name} blocks over time`);
-  $("plots").append(canvas);
-  return canvas;
+  refreshColours() {
+    for (const section of this.made.values()) section.refreshColours();
+    this.redraw();
+  }
 }
 
 function fillHeader(trace) {
   $("title").textContent = trace.title;
   $("derived").textContent = trace.derived;
   for (const life of trace.runtimes) {
-    const option = element("option", life.about);
+    const option = element("option", life.name);
     option.value = String(life.number);
     $("runtime").append(option);
   }
@@ -116,64 +195,63 @@ function fillHeader(trace) {
     $("remarks").firstElementChild.textContent = countText(trace.remarks.length, "remark") + " about this log";
     $("remarks").lastElementChild.append(...trace.remarks.map((remark) => element("li", remark)));
   }
-  $("counts").textContent = outcomeCounts(trace);
 }
 
 // Unfinished timelines come first, because they may be stuck.
 function fillOpen(page) {
   const { trace } = page;
-  const { startS, stopS } = trace.timelines;
+  const { timelines } = trace;
   const open = openTimelines(trace);
   $("open").hidden = !open.length;
-  $("steps").parentElement.hidden = !trace.num_step_lanes;
   $("open").querySelector("small").textContent = `at ${timeText(trace.last_s)}, the longest first` +
-    (open.length > MOST_OPEN ? ` (${MOST_OPEN} of ${open.length.toLocaleString("en")})` : "");
-  const lines = open.slice(0, MOST_OPEN).map((timeline) => {
-    const line = element("li");
-    const button = element("button", `${durationText(stopS[timeline] - startS[timeline])}  ${openText(trace, timeline)}`);
-    button.type = "button";
-    button.addEventListener("click", () => page.goTo(timeline));
-    line.append(button);
-    return line;
-  });
-  $("open").querySelector("ol").replaceChildren(...lines);
+    (open.length > MOST_OPEN ? ` (${MOST_OPEN} of ${numberText(open.length)})` : "");
+  const shown = open.slice(0, MOST_OPEN);
+  const last = shown.map((timeline) => intervalsOf(trace, timeline).pop());
+  const whole = durationColumn(shown.map((at) => timelines.stopS[at] - timelines.startS[at]));
+  const now = durationColumn(last.map((interval) => (interval ? interval.stopS - interval.startS : 0)));
+  const rows = shown.map((timeline, at) => [
+    whole.texts[at],
+    linkButton(timelineTitle(trace, timeline), () => page.goTo(timeline)),
+    isStep(trace, timeline) ? `holds ${countText(factsOf(trace, timeline).num_blocks ?? 0, "block")}` : last[at] ? stateText(trace, last[at].state) : "",
+    now.texts[at],
+    runtimeName(trace, timelines.runtime[timeline]),
+  ]);
+  const columns = [[`open for (${whole.unit})`, true], ["request or step", false], ["state", false], [`in that state for (${now.unit})`, true], ["runtime", false]];
+  if (rows.length) $("open").append(table(columns, rows));
 }
 
 // Alarms, disabled storage, switches of the eviction order: one line each, with a link to its time.
 function fillNotes(page) {
-  const { notes, num_notes_left_out: rest, runtimes } = page.trace;
+  const { notes, num_notes_left_out: rest } = page.trace;
   $("notes").hidden = !notes.length;
-  $("notes").querySelector("small").textContent = rest ? `the first ${notes.length} of ${(notes.length + rest).toLocaleString("en")}` : "";
-  const lines = notes.map(({ at_s: atS, runtime, text }) => {
-    const whose = runtimes.length > 1 ? `${runtimes[runtime - 1].name}: ` : "";
-    const line = element("li");
-    const button = element("button", `${timeText(atS)}  ${whose}${text}`);
-    button.type = "button";
-    button.addEventListener("click", () => page.view.showTimeline(atS - NOTE_S, atS + NOTE_S));
-    line.append(button);
-    return line;
-  });
-  $("notes").querySelector("ol").replaceChildren(...lines);
+  $("notes").querySelector("small").textContent = rest ? `the first ${notes.length} of ${numberText(notes.length + rest)}` : "";
+  const rows = notes.map(({ at_s: atS, runtime, text }) => [
+    timeText(atS),
+    linkButton(text, () => page.view.showTimeline(atS - NOTE_S, atS + NOTE_S)),
+    runtimeName(page.trace, runtime),
+  ]);
+  if (rows.length) $("notes").append(table([["time (UTC)", true], ["event", false], ["runtime", false]], rows));
 }
 
-// Counts of requests. Prefetches, demotions and pins are drawn among them, but not counted.
-function outcomeCounts(trace) {
-  const { kind, outcome } = trace.timelines;
-  const requests = trace.kinds.indexOf("request");
+// The numbers of requests by outcome, the most frequent one first.
+function outcomeCounts(trace, bars) {
   const counts = new Map();
-  outcome.forEach((word, at) => {
-    if (kind[at] === requests) counts.set(trace.words[word], (counts.get(trace.words[word]) || 0) + 1);
-  });
-  return [...counts].map(([name, count]) => `${count.toLocaleString("en")} ${name}`).join(", ");
+  for (const bar of requestsOf(trace, bars)) {
+    const outcome = trace.words[trace.timelines.outcome[bar]];
+    counts.set(outcome, (counts.get(outcome) || 0) + 1);
+  }
+  const found = [...counts].sort(([, a], [, b]) => b - a);
+  return found.map(([outcome, count]) => `${numberText(count)} ${outcome}`).join(", ");
 }
 
+// An entry has a colour, a text, and the shape of its mark: empty for a square.
 function fillLegend(id, entries) {
   $(id).replaceChildren(
-    ...entries.map(([name, text]) => {
+    ...entries.map(([name, text, shape]) => {
       const line = element("li");
-      const square = element("i");
-      square.style.background = colour(name);
-      line.append(square, text);
+      const mark = element("i", undefined, shape);
+      if (name) mark.style.background = `var(--${name})`;
+      line.append(mark, text);
       return line;
     }),
   );
@@ -181,17 +259,28 @@ function fillLegend(id, entries) {
 
 function fillLegends(trace) {
   const used = new Set(Array.from(trace.moves.state, (word) => trace.words[word]));
-  const isPending = trace.timelines.num_pending.some((count) => count !== NOT_KNOWN);
-  const waits = [...new Set(trace.runtimes.map((life) => (life.is_engine_owned ? "its program" : "room")))];
-  const states = { ...(isPending ? { matched: "matched (told to ask again)" } : {}), pinned: `pinned (waits for ${waits.join(", or ")})`, fetching: "fetching (waits for what comes from below host memory)", allocated: "allocated", loading: "loading", draining: "draining (waits for its step)",
-    requeued: "requeued (waits for room again)", stranded: "stranded (never has room again)", running: "running",
-    preempted: "preempted", moving: "prefetch, fetch or demotion", held: "pin" };
-  const shown = Object.entries(states).filter(([name]) => used.has(name));
-  const ends = [["aborted", "bad", "aborted"], ["unfinished", "open", "not over"]].filter(([name]) => used.has(name));
-  fillLegend("states", [...shown, ...ends.map(([, name, text]) => [name, text])]);
-  const refused = trace.words.includes("refused") ? [["soft", "refused (its storage is left alone)"]] : [];
-  fillLegend("directions", [["loading", "load"], ["pool", "store"], ["bad", "failed"], ...refused]);
-  fillLegend("measures", Object.values(MEASURES));
+  const states = Object.keys(trace.states).filter((name) => used.has(name));
+  const others = [["moving", "prefetch, fetch or demotion"], ["held", "pin: keeps a prefix in the cache"]].filter(([name]) => used.has(name));
+  const ends = [["aborted", "bad", "was aborted"], ["unfinished", "open", "is not over"]].filter(([name]) => used.has(name));
+  fillLegend("states", [
+    ...states.map((name) => [name, stateText(trace, name)]),
+    ...others,
+    ...ends.map(([, name, text]) => [name, text, "end"]),
+  ]);
+  const has = (...words) => words.some((word) => trace.words.includes(word));
+  const ways = new Set(Array.from(trace.jobs.link, (link) => trace.links[link].direction));
+  fillLegend("directions", [
+    ...(used.has("step") ? [["step", "step: holds its blocks until it ends"]] : []),
+    ...(ways.has("load") ? [["loading", "load: copy to a faster tier"]] : []),
+    ...(ways.has("store") ? [["store", "store: copy to a slower tier"]] : []),
+    ...(has("failed") ? [["bad", "copy failed"]] : []),
+    ...(has("refused") ? [["refused", "copy refused, because its storage failed before"]] : []),
+  ]);
+  fillLegend("measures", [
+    ["used", "device: blocks in block tables; other tiers: blocks that copies filled, at most"],
+    ["incoming", "blocks being copied in", "line"],
+    ["", "size of the pool", "dashed"],
+  ]);
 }
 
 function showTip(event, text) {
@@ -204,8 +293,9 @@ function showTip(event, text) {
   tip.style.top = `${below + tip.offsetHeight > window.innerHeight ? event.clientY - tip.offsetHeight - 8 : below}px`;
 }
 
-function listenToPointer(page, panel, target, tipOf, clicked) {
+function listenToPointer(page, panel, tipOf, clicked) {
   const { view } = page;
+  const target = panel.canvas;
   let from = null;
   let hasMoved = false;
   target.addEventListener("pointerdown", (event) => {
@@ -229,7 +319,9 @@ function listenToPointer(page, panel, target, tipOf, clicked) {
   target.addEventListener("wheel", (event) => wheeled(event, view, target), { passive: false });
 }
 
+// The wheel alone scrolls the page, as everywhere. A browser sends a pinch as Ctrl and the wheel.
 function wheeled(event, view, target) {
+  if (!event.ctrlKey && !event.metaKey && !event.shiftKey) return;
   event.preventDefault();
   const amount = Math.abs(event.deltaX) > Math.abs(event.deltaY) ? event.deltaX : event.deltaY;
   if (event.shiftKey || amount !== event.deltaY) {
@@ -240,38 +332,11 @@ function wheeled(event, view, target) {
   view.zoom(view.toTime(event.clientX - box.left, box.width), Math.exp(amount * WHEEL_STEP));
 }
 
-function listenToPanels(page) {
-  const { trace, gantt } = page;
-  for (const panel of [gantt, page.steps]) {
-    const ofTimeline = (event) => {
-      const { bar, atS } = panel.barAt(event);
-      return bar < 0 ? "" : timelineTip(trace, bar, atS);
-    };
-    listenToPointer(page, panel, panel.canvas, ofTimeline, (event) => page.select(panel.barAt(event).bar));
-  }
-  for (const jobs of page.jobs) listenToJobs(page, jobs);
-  for (const plot of page.plots) listenToPointer(page, plot, plot.canvas, (event) => plot.tip(event), () => {});
-}
-
-function listenToJobs(page, jobs) {
-  const { trace } = page;
-  const tip = (event) => {
-    const { bar } = jobs.barAt(event);
-    return bar < 0 ? "" : jobTip(trace, bar);
-  };
-  const toOwner = (event) => {
-    const { bar } = jobs.barAt(event);
-    const timeline = bar < 0 ? undefined : trace.timelineByNumber.get(trace.jobs.timeline[bar]);
-    if (timeline !== undefined) page.select(timeline);
-  };
-  listenToPointer(page, jobs, jobs.canvas, tip, toOwner);
-}
-
 function listenToSearch(page) {
   const [wanted, list] = [$("wanted"), $("matches")];
   const look = () => {
     const found = wanted.value ? searchTimelines(page.trace, wanted.value, MOST_MATCHES) : { count: 0, timelines: [] };
-    $("found").textContent = wanted.value ? `${found.count.toLocaleString("en")} found` : "";
+    $("found").textContent = wanted.value ? `${numberText(found.count)} found` : "";
     list.hidden = !found.timelines.length;
     list.replaceChildren(...found.timelines.map((timeline) => matchLine(page, timeline, list)));
     return found.timelines;
@@ -327,26 +392,18 @@ function listenToKeys(page) {
 
 function listenToRest(page) {
   $("runtime").addEventListener("change", (event) => page.showRuntime(Number(event.target.value)));
-  $("why").addEventListener("click", () => {
-    $("derived").hidden = !$("derived").hidden;
-    $("why").setAttribute("aria-expanded", String(!$("derived").hidden));
-  });
   window.addEventListener("resize", () => page.redraw());
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-    for (const { painter } of [page.gantt, page.steps, ...page.jobs]) painter.refreshColours();
-    fillLegends(page.trace);
-    page.redraw();
-  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page.refreshColours());
 }
 
 async function start() {
   const trace = await readTrace(JSON.parse($("data").textContent));
-  const page = new Page(trace);
   fillHeader(trace);
+  const page = new Page(trace);
   fillLegends(trace);
   fillOpen(page);
   fillNotes(page);
-  for (const listen of [listenToPanels, listenToSearch, listenToKeys, listenToRest]) listen(page);
+  for (const listen of [listenToSearch, listenToKeys, listenToRest]) listen(page);
   page.draw();
   document.body.dataset.readyMs = String(Math.round(performance.now()));
 }

@@ -1,88 +1,84 @@
-// The occupancy of the pools: one plot for each tier, in blocks.
+// How full the memory of a runtime is: one plot for each tier, in blocks, each with a scale of its own.
 
-const MEASURES = {
-  tables: ["running", "in tables of requests and prefetches"],
-  loading: ["loading", "being loaded"],
-  filled: ["pool", "filled by copies, at most"],
-  filling: ["pinned", "being copied there"],
-};
+const TIER_NAMES = { device: "Device memory", host: "Host memory", disk: "Disk", custom: "Custom tier", remote: "Remote store" };
+const MOST_EMPTY = 2; // a pool that is higher than this many times what is used of it is not drawn to scale
 
-// For the device, blocks in tables and blocks being loaded. For every other tier, blocks that copies fill.
-function measureOf(name) {
-  if (name === "device_tables") return MEASURES.tables;
-  if (name === "device_filling") return MEASURES.loading;
-  return name.endsWith("_filled") ? MEASURES.filled : MEASURES.filling;
+// The top of a plot's scale: the pool, or a round number above the peak if that would be a flat line under the pool.
+function topOfScale(peak, pool) {
+  if (!peak) return Math.max(pool, 1);
+  return pool > MOST_EMPTY * peak ? roundUp(peak) : Math.max(pool, peak);
 }
 
 class Plot {
-  constructor(canvas, plot, trace, view) {
-    Object.assign(this, { canvas, plot, trace, view });
+  constructor(canvas, tier, life, trace, view) {
+    Object.assign(this, { canvas, tier, life, view });
+    this.pool = life[tier.pool];
+    const usages = trace.usages[life.number] || {};
+    this.area = usages[tier.area];
+    this.line = usages[tier.line];
+    this.peak = Math.max(peakOf(this.area), peakOf(this.line));
+    this.top = topOfScale(this.peak, this.pool);
   }
 
-  get title() {
-    return `${this.plot.name} blocks`;
+  // A tier of which nothing is known has no plot.
+  get isKnown() {
+    return this.pool > 0 || this.peak > 0;
   }
 
-  get runtimes() {
-    const { trace, view } = this;
-    return trace.runtimes.filter((life) => !view.runtime || life.number === view.runtime);
-  }
-
-  // The largest pool on the screen, or a higher value.
-  highest() {
-    let highest = 1;
-    for (const life of this.runtimes) {
-      if (life.start_s > this.view.stopS || life.stop_s < this.view.startS) continue;
-      highest = Math.max(highest, life[this.plot.pool]);
-      for (const measure of [this.plot.area, this.plot.line]) {
-        const series = this.seriesOf(life, measure);
-        if (series) highest = series.value.reduce((most, value) => Math.max(most, value), highest);
-      }
-    }
-    return highest;
-  }
-
-  seriesOf(life, measure) {
-    return (this.trace.usages[life.number] || {})[measure];
+  get about() {
+    const most = peakOf(this.area);
+    return [
+      this.pool ? `pool: ${countText(this.pool, "block")}` : "in blocks",
+      `most used: ${numberText(most)}`,
+      this.pool && most > this.pool ? "(shared blocks count several times)" : "",
+    ];
   }
 
   draw() {
     const box = prepare(this.canvas, this.canvas.clientHeight);
-    const highest = this.highest() * 1.08;
-    const scale = { ...box, toY: (value) => box.height - (value / highest) * box.height };
-    for (const life of this.runtimes) {
-      this.drawArea(scale, life);
-      this.drawSteps(scale, this.seriesOf(life, this.plot.line), life, measureOf(this.plot.line)[0]);
-      this.drawPool(scale, life);
-    }
-    box.context.font = "11px system-ui, sans-serif";
-    box.context.fillStyle = colour("ground");
-    box.context.fillRect(0, 0, box.context.measureText(this.title).width + 12, 17);
-    box.context.fillStyle = colour("text");
-    box.context.fillText(this.title, 6, 13);
+    drawGrid(box, this.view);
+    const [above, below] = [16, 3];
+    const scale = { ...box, toY: (value) => box.height - below - (value / this.top) * (box.height - above - below) };
+    this.drawArea(scale);
+    this.drawLine(scale);
+    this.drawPool(scale);
+    this.drawScale(scale);
   }
 
-  drawPool(scale, life) {
-    const { context, width, toY } = scale;
-    const [left, right] = [this.view.toX(life.start_s, width), this.view.toX(life.stop_s, width)];
-    if (!life[this.plot.pool] || right < 0 || left > width) return;
-    context.strokeStyle = context.fillStyle = colour("soft");
-    context.lineWidth = 1;
-    context.setLineDash([4, 4]);
+  drawPool({ context, width, toY }) {
+    const [left, right] = [this.view.toX(this.life.start_s, width), this.view.toX(this.life.stop_s, width)];
+    if (!this.pool || this.pool > this.top || right < 0 || left > width) return;
+    context.strokeStyle = colour("soft");
+    context.lineWidth = 1.5;
+    context.setLineDash([5, 4]);
     context.beginPath();
-    context.moveTo(left, toY(life[this.plot.pool]));
-    context.lineTo(right, toY(life[this.plot.pool]));
+    context.moveTo(left, toY(this.pool));
+    context.lineTo(right, toY(this.pool));
     context.stroke();
     context.setLineDash([]);
-    context.font = "10px system-ui, sans-serif";
-    context.fillText(life[this.plot.pool].toLocaleString("en"), Math.max(left, 90) + 4, toY(life[this.plot.pool]) + 11);
+  }
+
+  // The top and the middle of the scale, over what is drawn; and where the pool is, if it is not on the scale.
+  drawScale({ context, toY }) {
+    context.font = AXIS_FONT;
+    context.lineWidth = 3;
+    context.strokeStyle = colour("ground");
+    context.fillStyle = colour("soft");
+    const write = (text, value) => {
+      context.strokeText(text, 2, toY(value) - 3);
+      context.fillText(text, 2, toY(value) - 3);
+      context.fillRect(0, toY(value), 8, 1);
+    };
+    const isAbove = this.pool > this.top;
+    write(`${numberText(this.top)}${isAbove ? ` (the pool is higher: ${numberText(this.pool)})` : ""}`, this.top);
+    if (this.top % 2 === 0) write(numberText(this.top / 2), this.top / 2);
+    write("0", 0);
   }
 
   // From left to right, each value until the next one.
-  tracePath(scale, series, life) {
-    const { context, width, toY } = scale;
+  tracePath({ context, width, toY }, series) {
     context.beginPath();
-    context.moveTo(this.view.toX(life.start_s, width), toY(0));
+    context.moveTo(this.view.toX(this.life.start_s, width), toY(0));
     let value = 0;
     for (let at = 0; at < series.at_s.length; at++) {
       const x = this.view.toX(series.at_s[at], width);
@@ -90,28 +86,26 @@ class Plot {
       value = series.value[at];
       context.lineTo(x, toY(value));
     }
-    const end = this.view.toX(life.stop_s, width);
+    const end = this.view.toX(this.life.stop_s, width);
     context.lineTo(end, toY(value));
     context.lineTo(end, toY(0));
   }
 
-  drawArea(scale, life) {
-    const series = this.seriesOf(life, this.plot.area);
-    if (!series) return;
-    this.tracePath(scale, series, life);
-    scale.context.globalAlpha = 0.35;
-    scale.context.fillStyle = colour(measureOf(this.plot.area)[0]);
+  drawArea(scale) {
+    if (!this.area) return;
+    this.tracePath(scale, this.area);
+    scale.context.globalAlpha = 0.4;
+    scale.context.fillStyle = scale.context.strokeStyle = colour("used");
     scale.context.fill();
     scale.context.globalAlpha = 1;
-    scale.context.strokeStyle = scale.context.fillStyle;
     scale.context.lineWidth = 1;
     scale.context.stroke();
   }
 
-  drawSteps(scale, series, life, name) {
-    if (!series) return;
-    this.tracePath(scale, series, life);
-    scale.context.strokeStyle = colour(name);
+  drawLine(scale) {
+    if (!this.line || !peakOf(this.line)) return;
+    this.tracePath(scale, this.line);
+    scale.context.strokeStyle = colour("incoming");
     scale.context.lineWidth = 1.5;
     scale.context.stroke();
   }
@@ -119,17 +113,16 @@ class Plot {
   tip(event) {
     const box = this.canvas.getBoundingClientRect();
     const atS = this.view.toTime(event.clientX - box.left, box.width);
-    const lines = [timeText(atS)];
-    for (const life of this.runtimes) {
-      if (life.start_s > atS || life.stop_s < atS) continue;
-      lines.push(`${life.name}: ${countText(life[this.plot.pool], "block")} in all`);
-      for (const measure of [this.plot.area, this.plot.line]) {
-        const series = this.seriesOf(life, measure);
-        if (series) lines.push(`  ${valueAt(series, atS).toLocaleString("en")} ${measureOf(measure)[1]}`);
-      }
-    }
-    return lines.length > 1 ? lines.join("\n") : "";
+    if (this.life.start_s > atS || this.life.stop_s < atS) return "";
+    const lines = [`${TIER_NAMES[this.tier.name]} at ${timeText(atS)}`];
+    if (this.area) lines.push(`${numberText(valueAt(this.area, atS))} used${this.pool ? ` of ${countText(this.pool, "block")}` : ""}`);
+    if (this.line) lines.push(`${numberText(valueAt(this.line, atS))} being copied in`);
+    return [...lines, this.life.name].join("\n");
   }
+}
+
+function peakOf(series) {
+  return series ? series.value.reduce((most, value) => Math.max(most, value), 0) : 0;
 }
 
 function valueAt(series, atS) {

@@ -72,24 +72,37 @@ function prepare(canvas, height) {
   return { context, width, height };
 }
 
-function drawAxis(canvas, view) {
-  const { context, width } = prepare(canvas, 20);
-  const step = roundStep((view.durationS * 90) / width);
-  const digits = step >= 1 ? 0 : step >= 1e-3 ? 3 : 6;
-  context.fillStyle = colour("soft");
-  context.font = "11px system-ui, sans-serif";
+const AXIS_FONT = "11px system-ui, sans-serif";
+
+// Round times on the screen, each with its place; far enough apart for their texts.
+function axisMarks(view, width) {
+  const step = roundStep((view.durationS * 108) / width);
+  const marks = [];
   for (let mark = Math.ceil(view.startS / step); mark * step < view.stopS; mark++) {
-    const atS = mark * step;
-    const x = view.toX(atS, width);
-    context.fillRect(x, 14, 1, 6);
-    if (x < width - 60) context.fillText(axisText(atS, digits), x + 3, 12);
+    marks.push({ x: view.toX(mark * step, width), text: axisText(mark * step, step) });
+  }
+  return marks;
+}
+
+function drawAxis(canvas, view) {
+  const { context, width } = prepare(canvas, 22);
+  context.fillStyle = colour("soft");
+  context.font = AXIS_FONT;
+  for (const { x, text } of axisMarks(view, width)) {
+    context.fillRect(x, 4, 1, 18);
+    if (x + context.measureText(text).width + 3 < width) context.fillText(text, x + 3, 14);
   }
 }
 
-// toISOString has milliseconds; the digits after them are added.
-function axisText(atS, digits) {
+function drawGrid({ context, width, height }, view) {
+  context.fillStyle = colour("faint");
+  for (const { x } of axisMarks(view, width)) context.fillRect(x, 0, 1, height);
+}
+
+// The time of day with as many decimals as the step needs. toISOString has milliseconds; microseconds are added.
+function axisText(atS, step) {
   const micros = Math.round(atS * 1e6);
-  const text = new Date(Math.floor(micros / 1000)).toISOString();
-  if (digits === 0) return text.slice(11, 19);
-  return digits === 3 ? text.slice(14, 23) : `${text.slice(17, 23)}${String(micros % 1000).padStart(3, "0")}`;
+  const text = `${new Date(Math.floor(micros / 1000)).toISOString().slice(11, 23)}${String(micros % 1000).padStart(3, "0")}`;
+  const digits = Math.min(6, Math.max(0, Math.ceil(-Math.log10(step) - 1e-9)));
+  return text.slice(0, digits ? 9 + digits : 8);
 }
