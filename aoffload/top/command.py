@@ -348,19 +348,19 @@ def _look(text: str, at_s: float) -> Look:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="aoffload top",
-        description="A live view of a running process, from its metrics.",
-        epilog="Sends AOFFLOAD_API_KEY as the key, if it is set. "
-        "Exit status: 0 good; 1 the process has ended; 2 it was never reached; 130 Ctrl-C.",
+        description="Show live rates, the hit share and memory of a running process, from its metrics.",
+        epilog="If AOFFLOAD_API_KEY is set, it is sent as the key. Exit status: 0 for success; 1 if the process has ended; "
+        "2 if it was never reached; 130 after Ctrl-C.",
     )
-    parser.add_argument("url", metavar="URL", help="of the metrics, such as http://127.0.0.1:8000/metrics")
+    parser.add_argument("url", metavar="URL", help="the address of the metrics, such as http://127.0.0.1:8000/metrics")
     parser.add_argument(
         "--interval",
         type=INTERVAL,
         default=2.0,
         metavar="S",
-        help="seconds between two scrapes (2)",
+        help="the seconds between two scrapes (default: 2)",
     )
-    parser.add_argument("--count", type=count(1, 2**31 - 1), metavar="N", help="scrapes; without it, until Ctrl-C")
+    parser.add_argument("--count", type=count(1, 2**31 - 1), metavar="N", help="the number of scrapes (default: until Ctrl-C)")
     return parser
 
 

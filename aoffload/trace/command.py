@@ -47,24 +47,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="aoffload trace",
-        description="What a log of JSON lines says about requests, copies and pools.",
-        epilog="Exit status: 0 good; 2 no such log, request or place to write to; 130 Ctrl-C.",
+        description="Explain a log of events: show its requests, copies and memory pools.",
+        epilog="Exit status: 0 for success; 2 if the log, the request or the output directory does not exist; 130 after "
+        "Ctrl-C.",
     )
-    parser.add_argument("log", type=Path, metavar="LOG", help="JSON lines (docs/tracing.md); - for standard input")
+    parser.add_argument("log", type=Path, metavar="LOG", help="a file of JSON lines; - for standard input")
     _add_until(parser, None)
     parser.set_defaults(run=_summary, runtime="")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     add = commands.add_parser
-    whole = add("summary", help="percentiles of each state, the slowest requests, reasons (the default)")
-    whole.add_argument("--runtime", default="", metavar="NAME", help="only this one of several, by name or number")
+    whole = add("summary", help="print percentiles of each state, the slowest requests, and why requests ended (default)")
+    whole.add_argument("--runtime", default="", metavar="NAME", help="show only the runtime with this name or number")
     whole.set_defaults(run=_summary)
-    request = add("request", help="one request's timeline in plain words")
+    request = add("request", help="print the timeline of one request in plain words")
     request.add_argument("request_id", metavar="ID")
     request.set_defaults(run=_request)
-    page = add("html", help="one page to look at: requests, jobs and pools over time")
+    page = add("html", help="write an HTML page with requests, copies and memory over time")
     page.add_argument("file", type=Path, metavar="FILE")
     page.set_defaults(run=_page)
-    perfetto = add("perfetto", help="a trace for the Perfetto viewer (ui.perfetto.dev), or chrome://tracing")
+    perfetto = add("perfetto", help="write a trace for the Perfetto viewer (ui.perfetto.dev) or chrome://tracing")
     perfetto.add_argument("file", type=Path, metavar="FILE")
     perfetto.set_defaults(run=_perfetto)
     for command in (whole, request, page, perfetto):
@@ -75,8 +76,8 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_until(parser: argparse.ArgumentParser, default: object) -> None:
     parser.add_argument(
         "--until", type=_until, default=default, metavar="TIME",
-        help="what is not over is open until then, and later events are left out: ISO 8601 (UTC), seconds since 1970, "
-        "or now; without it, the last event",
+        help="the time at which the log ends, as ISO 8601 (UTC), seconds since 1970, or now: later events are ignored, "
+        "and open states last until then (default: the last event)",
     )  # fmt: skip
 
 
