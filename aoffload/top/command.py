@@ -349,8 +349,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="aoffload top",
         description="Show live rates, the hit share and memory of a running process, from its metrics.",
-        epilog="If AOFFLOAD_API_KEY is set, it is sent as the key. Exit status: 0 for success; 1 if the process has ended; "
-        "2 if it was never reached; 130 after Ctrl-C.",
+        epilog="If AOFFLOAD_API_KEY is set, it is sent as the key. Exit status: 0 for success; 1 if the process has "
+        "ended; 2 if it was never reached; 130 after Ctrl-C.",
     )
     parser.add_argument("url", metavar="URL", help="the address of the metrics, such as http://127.0.0.1:8000/metrics")
     parser.add_argument(
@@ -360,7 +360,9 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="the seconds between two scrapes (default: 2)",
     )
-    parser.add_argument("--count", type=count(1, 2**31 - 1), metavar="N", help="the number of scrapes (default: until Ctrl-C)")
+    parser.add_argument(
+        "--count", type=count(1, 2**31 - 1), metavar="N", help="the number of scrapes (default: until Ctrl-C)"
+    )
     return parser
 
 

@@ -48,15 +48,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="aoffload trace",
         description="Explain a log of events: show its requests, copies and memory pools.",
-        epilog="Exit status: 0 for success; 2 if the log, the request or the output directory does not exist; 130 after "
-        "Ctrl-C.",
+        epilog="Exit status: 0 for success; 2 if the log, the request or the output directory does not exist; 130 "
+        "after Ctrl-C.",
     )
     parser.add_argument("log", type=Path, metavar="LOG", help="a file of JSON lines; - for standard input")
     _add_until(parser, None)
     parser.set_defaults(run=_summary, runtime="")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     add = commands.add_parser
-    whole = add("summary", help="print percentiles of each state, the slowest requests, and why requests ended (default)")
+    whole = add(
+        "summary", help="print percentiles of each state, the slowest requests, and why requests ended (default)"
+    )
     whole.add_argument("--runtime", default="", metavar="NAME", help="show only the runtime with this name or number")
     whole.set_defaults(run=_summary)
     request = add("request", help="print the timeline of one request in plain words")
