@@ -1,10 +1,10 @@
-"""The drawing of the package in docs/architecture.md: its packages by floor, with lines of code and imports.
+"""The drawing of the package in docs/architecture.md: its packages by layer, with lines of code.
 
     python -m proof.architecture                                prints the drawing
     python -m proof.architecture --write docs/architecture.md   replaces the drawing in that page
 
-The floors are those of `tests/test_layers.py`, and the imports are read from the source. A line of code is neither
-empty, nor a comment, nor part of a docstring. Numbers of lines are rounded to two digits.
+The layers are the floors of `tests/test_layers.py`, which checks the imports. A line of code is neither empty, nor a
+comment, nor part of a docstring. Numbers of lines are rounded to two digits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import re
 import sys
-import textwrap
 import tokenize
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import attrs
 
-from tests.test_layers import FACES, FLOORS, MODULES, PACKAGE, dotted, imports, is_in
+from tests.test_layers import FACES, FLOORS, MODULES, PACKAGE, dotted, is_in
 
 __all__ = ["BEGIN", "END", "PAGE", "Package", "drawing", "is_current", "page_with", "packages"]
 
@@ -31,41 +30,35 @@ BEGIN, END = (
 )
 TOLERANCE = 0.1
 """The share by which the lines of a package may differ from those in the page before the page is out of date."""
-PHRASE_WIDTH = 46
 FACE = "public names"
+BESIDE = ("kv_events", "metrics")
+"""Further modules with public names that are defined elsewhere."""
 PHRASES = {
-    FACE: "{}: names that are defined further down",
-    "arguments": "checks of arguments",
-    "assembly": "`Ledger`: the kernel with its features",
-    "clients": "clients of stores, such as Redis",
-    "cli": "the command `aoffload`",
-    "commands": "what commands share",
-    "common": "checks of arguments, extras, clock, randomness, threads",
-    "config": "settings: groups, tiers, sizes",
-    "demo": "a real model over a device pool that is too small",
-    "env": "clock, randomness, threads, event loop",
-    "errors": "the typed errors",
-    "eviction": "learned eviction and hints",
-    "extensions": "features: pins, forks, preemption, store policies, ...",
-    "extras": "optional dependencies",
-    "host_cache": "`HostCache`: for an engine that owns its device blocks",
-    "integrations": "reference engine and models, HTTP server, vLLM",
+    "assembly": "`Ledger`",
+    "clients": "clients of stores",
+    "common": "clock, threads, checks",
+    "config": "settings",
+    "demo": "`aoffload demo`",
+    "errors": "exceptions",
+    "eviction": "learned eviction",
+    "extensions": "features",
+    "host_cache": "`HostCache`",
     "kernel": "decides which block holds which KV",
-    "kv_events": "KV events for cache-aware routers",
-    "loop": "the loop side of each tier",
-    "main": "`python -m aoffload`",
-    "metrics": "metrics for Prometheus",
-    "observe": "the log, observers",
-    "plan": "how much host memory is worth buying",
-    "reference": "reference engine and models, HTTP server",
-    "rules": "what each tier stores and fetches",
-    "runtime": "the async shell: runtime, request, session, worker",
-    "testing": "a simulated device, faults, schedules",
-    "tiers": "the byte side of each tier below the host",
-    "top": "a live view of a running process",
-    "trace": "reports on a log",
-    "transfer": "moves bytes: copy queue, lanes, backends, ranks",
-    "vllm": "the connector for vLLM",
+    "kv_events": "KV events",
+    "loop": "work in the event loop",
+    "main": "the command `aoffload`",
+    "metrics": "metrics",
+    "observe": "log, observers",
+    "plan": "`aoffload plan`",
+    "reference": "reference engine, HTTP server",
+    "rules": "rules of copies",
+    "runtime": "async runtimes",
+    "testing": "simulator",
+    "tiers": "copies in threads",
+    "top": "`aoffload top`",
+    "trace": "`aoffload trace`",
+    "transfer": "copy queue and transports",
+    "vllm": "vLLM connector",
 }
 """The contents of a package, by the last part of its name without underscores."""
 
@@ -76,8 +69,6 @@ class Package:
     name: str
     phrase: str
     num_lines: int
-    below: frozenset[int]
-    """The floors that it imports from, its own included."""
 
 
 @cache
@@ -90,14 +81,12 @@ def packages() -> tuple[Package, ...]:
 def _packages_of(floor: int) -> Iterator[Package]:
     grouped: dict[str, list[str]] = {}
     for name in FLOORS[floor].split():
-        grouped.setdefault(FACE if name in FACES else name.partition(".")[0], []).append(name)
+        grouped.setdefault(FACE if name in (*FACES, *BESIDE) else name.partition(".")[0], []).append(name)
     for title, names in grouped.items():
         paths = [path for path in MODULES if _place(dotted(path)) in {(floor, name) for name in names}]
-        places = {_place(module) for path in paths for module in _imported(path)}
-        below = {number for number, name in places if name and name not in names}
         lines = sum(len(_code_lines(PACKAGE / path)) for path in paths)
         name = names[0].replace(".", "/") if len(names) == 1 else title
-        yield Package(floor, name, _phrase(title, names), lines, frozenset(below))
+        yield Package(floor, name, _phrase(title, names), lines)
 
 
 def _place(module: str) -> tuple[int, str]:
@@ -107,16 +96,9 @@ def _place(module: str) -> tuple[int, str]:
     return floor, name
 
 
-def _imported(path: Path) -> Iterator[str]:
-    for name, is_for_types in imports(path):
-        package, _, module = name.partition(".")
-        if package == PACKAGE.name and module and not is_for_types:
-            yield module
-
-
 def _phrase(title: str, names: list[str]) -> str:
     if title == FACE:
-        return PHRASES[FACE].format(" ".join(sorted(names)))
+        return " ".join(sorted(names))
     parts = [name.rpartition(".")[2].strip("_") for name in names]
     found = dict.fromkeys(PHRASES[part] for part in parts if part in PHRASES)
     return "; ".join(found) or title
@@ -135,25 +117,16 @@ def _code_lines(path: Path) -> set[int]:
 
 
 def drawing(found: Iterable[Package]) -> str:
-    """The floors from above. The last column has the numbers of the floors that a package imports from."""
-    rows = [("", "package", "lines", "what is there", "imports from floors")]
-    for entry in found:
-        floors = range(max(entry.below, default=-1) + 1)
-        below = " ".join(str(one) if one in entry.below else "·".rjust(len(str(one))) for one in floors)
-        first, *more = textwrap.wrap(entry.phrase, PHRASE_WIDTH)
-        rows.append((str(entry.floor), entry.name, f"{_rounded(entry.num_lines):,}", first, below))
-        rows += [("", "", "", line, "") for line in more]
+    """A line for each package, the highest layer first."""
+    rows = [("layer", "package", "lines", "contents")]
+    rows += [(str(each.floor), each.name, f"{_rounded(each.num_lines):,}", each.phrase) for each in found]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    bars = ["─" * (width + 2) for width in widths]
-    lines, floor = [f"┌{'┬'.join(bars)}┐"], ""
+    lines, floor = list[str](), ""
     for number, *cells in rows:
-        is_new = number not in ("", floor)
-        if is_new:
-            floor = number
-            lines.append(f"├{'┼'.join(bars)}┤")
-        shown = zip([number if is_new else "", *cells], "><><<", widths, strict=True)
-        lines.append(f"│ {' │ '.join([f'{cell:{side}{width}}' for cell, side, width in shown])} │")
-    return "\n".join([*lines, f"└{'┴'.join(bars)}┘", ""])
+        shown = zip(["" if number == floor else number, *cells], "><><", widths, strict=True)
+        lines.append("  ".join(f"{cell:{side}{width}}" for cell, side, width in shown).rstrip())
+        floor = number
+    return "\n".join([*lines, ""])
 
 
 def _rounded(number: int) -> int:
@@ -166,7 +139,7 @@ def page_with(text: str, shown: str) -> str:
     return f"{text.split(BEGIN)[0]}{BEGIN}```text\n{shown}```\n{END}{text.split(END)[1]}"
 
 
-LINES = re.compile(r"^(│[^│]*│[^│]*│) +([\d,]+) │", re.MULTILINE)
+LINES = re.compile(r"^( *\d* +[\w/]+(?: names)?) +([\d,]+)(?=  )", re.MULTILINE)
 
 
 def is_current(text: str) -> bool:

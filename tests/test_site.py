@@ -14,29 +14,13 @@ from urllib.parse import unquote
 
 import pytest
 import yaml
-from public import MODULES
+from public import EVERY_MODULE, INTERNAL, handles_of, methods_of
 
-import aoffload.integrations
-import aoffload.integrations.openai_server
-import aoffload.integrations.vllm
-import aoffload.kv_events
-import aoffload.metrics
-import aoffload.plan
-import aoffload.testing
+from aoffload import Ledger, OffloadRuntime
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-REFERENCED = [
-    *MODULES,
-    aoffload.integrations,
-    aoffload.integrations.openai_server,
-    aoffload.integrations.vllm,
-    aoffload.kv_events,
-    aoffload.metrics,
-    aoffload.plan,
-    aoffload.testing,
-]
 
 
 def navigated(entries: list[dict[str, object]]) -> Iterator[str]:
@@ -115,11 +99,33 @@ def test_links_of_the_site_resolve(pages: dict[Path, Elements]) -> None:
     assert lost == []
 
 
-@pytest.mark.parametrize("module", REFERENCED, ids=attrgetter("__name__"))
+def entries_of(pages: dict[Path, Elements]) -> set[str]:
+    return {name for page, elements in pages.items() if page.parent.name == "reference" for name in elements.ids}
+
+
+@pytest.mark.parametrize("module", EVERY_MODULE, ids=attrgetter("__name__"))
 def test_every_public_name_has_an_entry(pages: dict[Path, Elements], module: ModuleType) -> None:
     """The reference has the signature and the docstring of each name in `__all__`."""
-    entries = {name for page, elements in pages.items() if page.parent.name == "reference" for name in elements.ids}
-    assert {f"{module.__name__}.{name}" for name in module.__all__} - entries == set()
+    assert {f"{module.__name__}.{name}" for name in module.__all__} - entries_of(pages) == set()
+
+
+@pytest.mark.parametrize("face", [Ledger, OffloadRuntime], ids=attrgetter("__name__"))
+def test_every_verb_of_a_handle_has_an_entry(pages: dict[Path, Elements], face: type) -> None:
+    """The reference has each verb of each handle, and no method that only other packages of aoffload call. The handles
+    of a `HostCache` have no other verbs."""
+    attributes, entries = {"epoch"}, entries_of(pages)
+    for handle, kind in handles_of(face).items():
+        owner = f"{kind.__module__}.{kind.__qualname__}."
+        verbs = set(methods_of(kind)) - INTERNAL.get(handle, set())
+        shown = {entry.removeprefix(owner) for entry in entries if entry.startswith(owner)}
+        assert shown - attributes == verbs - attributes, handle
+
+
+def test_names_on_the_index_are_links(site: Path) -> None:
+    """On the site, each name in api.md leads to its entry."""
+    text = (site / "api.html").read_text()
+    linked = set(re.findall(r'href="reference/[^"]*#(aoffload[\w.]*)"', text))
+    assert {f"{module.__name__}.{name}" for module in EVERY_MODULE for name in module.__all__} - linked == set()
 
 
 def test_states_are_drawn(site: Path, pages: dict[Path, Elements]) -> None:

@@ -46,6 +46,8 @@ VERSIONS = ("", "1", "1.0", "v1")
 
 
 class HintVerb(enum.Enum):
+    """The kind of a hint."""
+
     PIN = "pin"
     PREFETCH = "prefetch"
     DEMOTE = "demote"

@@ -146,18 +146,25 @@ class OffloadConfig:
     """
 
     groups: tuple[GroupLike, ...] = attrs.field(converter=_as_tuple)
+    """The groups of layers, each a `KVCacheGroup` with a name of its own. Required."""
     num_host_blocks: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count(0)))
+    """Size of the host pool in blocks. 0: nothing is kept in host memory. Required unless you give `host_bytes`."""
     host_bytes: int | str | None = None
+    """Size of the host pool in bytes, or a string such as "64GiB". Required unless you give `num_host_blocks`."""
     namespace: str = attrs.field(default="", validator=_text)
     """Identifies model, revision and dtype: a prompt never hits blocks of another namespace."""
     weights_epoch: str = attrs.field(default="", validator=_weights_epoch)
     """The first weights' epoch: the name of the weights with which the engine computes, such as a checkpoint or a step.
     `weights.set` sets another one. A prompt hits only KV of the present epoch. Empty: none."""
     store_policy: Any = attrs.field(default="eager", validator=_store_policy)
+    """Which computed blocks are copied to host memory, and when: "eager", "lazy", "selective", "off", or a
+    `StorePolicy` (docs/policies.md)."""
     window_interval_tokens: int = attrs.field(default=0, validator=_count(0))
     """Windows are stored at the end of a prompt and where prompts part. A number of tokens, rounded up to whole blocks:
     also at each multiple of it, so that the second prompt with a prefix hits up to there. 1: all blocks."""
     eviction: Any = attrs.field(default="lru", validator=_eviction)
+    """Which cached blocks are evicted first: "lru", "learned", a `LearnedEviction`, or a function that returns an
+    `EvictionOrder`. The configuration calls the function once to check its result (docs/eviction.md)."""
     load_choice: Any = attrs.field(default="always", validator=_load_choice)
     """The part of a host hit to load: "always" (all of it), "cost" (the part whose load costs less than computing it),
     or a `LoadChoice` object, which decides."""

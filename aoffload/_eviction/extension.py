@@ -78,6 +78,7 @@ class Eviction(LedgerExtension):
         return num_units * self._cache.layout.unit_tokens
 
     def statistics(self) -> EvictionStatistics:
+        """The state of learned eviction and its counts at this moment."""
         return self._reports.statistics()
 
     # -- hooks ----------------------------------------------------------------------------------------------------

@@ -109,6 +109,8 @@ def built_in(
 
 @attrs.frozen
 class LedgerStatistics:
+    """A snapshot of the counts of blocks, requests and jobs, returned by `statistics()` of a ledger."""
+
     device: TierStatistics
     host: TierStatistics
     num_requests: int
@@ -347,6 +349,7 @@ class Ledger(AnyLedger, CoreLedger):
 
     @property
     def num_waiting(self) -> int:
+        """Requests in the wait queue."""
         return len(self.admission.queue.extending) + len(self.admission.queue.allocating)
 
     def loadable(self, request: LedgerRequest, max_tokens: int | None = None) -> Loadable | None:
@@ -354,4 +357,5 @@ class Ledger(AnyLedger, CoreLedger):
         return loadable(self, request, max_tokens)
 
     def check_integrity(self) -> None:
+        """Raise `IntegrityError` unless every block has exactly one owner and every reference belongs to a lease."""
         check_integrity(self, self.admission.queue)

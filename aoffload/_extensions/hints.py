@@ -70,6 +70,8 @@ MAX_TRIES = 4
 
 
 class HintOutcome(enum.Enum):
+    """Whether a hint was applied."""
+
     ACCEPTED = "accepted"
     CLIPPED = "clipped"
     """Accepted for a shorter time, or for fewer tokens."""
@@ -210,6 +212,7 @@ class Hints(LedgerExtension):
         return tuple([given.pin for given in self._given if given.pin.state is PinState.HELD])
 
     def statistics(self) -> HintStatistics:
+        """The counts of answers, and the pins of hints that are held."""
         return HintStatistics(len(self.pins), dict(self._answers))
 
     # -- pin ------------------------------------------------------------------------------------------------------

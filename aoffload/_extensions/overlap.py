@@ -36,6 +36,8 @@ from ..errors import CommitError, WrongState
 
 
 class OverlapState(Plain):
+    """The states of a step that began before the load of its request was over (docs/lifecycle.md)."""
+
     NEW = "new"
     SPECULATIVE = "speculative"
     CONFIRMED = "confirmed"

@@ -40,6 +40,8 @@ from ..errors import ExtensionError, InvalidArgument, OutOfBlocks
 
 
 class PinState(Plain):
+    """The states of a pin (docs/lifecycle.md)."""
+
     NEW = "new"
     HELD = "held"
     RELEASED = "released"

@@ -23,6 +23,8 @@ from .transfers import CacheTransfer, CacheTransfers, CacheTransferState
 
 @dataclass(slots=True, eq=False, repr=False)
 class Prefetch(CacheTransfer):
+    """A copy of a prompt from the host to the device, before a request needs it. Returned by `transfers.prefetch`."""
+
     num_blocks: int = 0
     """Number of device blocks that it has taken. They count in the share of all prefetches while it is under way."""
     num_tokens: int = 0
@@ -31,6 +33,8 @@ class Prefetch(CacheTransfer):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Demotion(CacheTransfer):
+    """A move of a prompt from the device to the host. Returned by `transfers.demote`."""
+
     num_blocks: int = 0
     """Number of device blocks that it has freed."""
 

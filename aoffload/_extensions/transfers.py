@@ -33,6 +33,8 @@ from ..errors import InvalidArgument
 
 
 class CacheTransferState(Plain):
+    """The states of a prefetch, a demotion or a fetch (docs/lifecycle.md)."""
+
     NEW = "new"
     MOVING = "moving"
     DONE = "done"
@@ -74,6 +76,8 @@ class CacheTransfer:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Fetch(CacheTransfer):
+    """A copy of a prompt from the tiers below the host into host memory. Returned by `fetches.fetch`."""
+
     for_request: LedgerRequest | None = None
     """The request that waits for it; None if no request waits yet."""
     num_blocks: int = 0

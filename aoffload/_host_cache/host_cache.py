@@ -123,6 +123,7 @@ class HostCache(AnyLedger):
     # -- the begin and end of a call ------------------------------------------------------------------------------
 
     def own(self, request: object) -> HostCacheRequest:
+        """Return `request`, if it is one of this ledger. Refuses any other object, and a call from inside a hook."""
         if not isinstance(request, HostCacheRequest) or request.ledger is not self:
             raise self._foreign(request)
         if self.hooks.calling:
@@ -137,9 +138,11 @@ class HostCache(AnyLedger):
             self._fail()
 
     def rematch(self, request: LedgerRequest) -> None:
+        """Match `request`, which is PINNED, again."""
         self.matches.match_again(self.own(request))
 
     def match_all_again(self) -> None:
+        """Match again the live requests whose match has lost blocks."""
         self.matches.forget(tuple(self.live_requests.values()))
 
     def possible_publishers(self) -> Iterable[LedgerRequest]:
@@ -153,13 +156,16 @@ class HostCache(AnyLedger):
         return request.state is not MATCHED
 
     def pending_wakes(self) -> list[Callable[[], object]]:
+        """The callbacks of requests whose last answer was `PENDING`."""
         return self.arrivals.pending_wakes()
 
     def waits_for(self, request: LedgerRequest) -> LedgerRequest | None:
+        """The request whose load `request` waits for, because its answer is `PENDING`. None: it waits for none."""
         return self.arrivals.waits_for(request) if isinstance(request, HostCacheRequest) else None
 
     @property
     def loads_paused(self) -> bool:
+        """Whether nothing is loaded, because too many blocks of the engine are in quarantine."""
         return not self.matches.device.may_load
 
     def _about(self, found: LedgerStatistics, live: str) -> str:

@@ -40,13 +40,19 @@ class Event:
 class Observer(Protocol):
     """Receives events in the thread of the ledger, except for `CompletionDelivered`. It must not block.
 
+    A ledger reports after each change, so `observe` may call the ledger and the `CopyQueue`. The events of such a call
+    come after those of the call that is being reported. An observer that answers the events of its own calls never
+    ends. The ledger drops any exception of an observer, even a `BaseException`.
+
     An observer may have a method `wants_move(kind, state)`. The ledger calls it at each move of a request or a job,
     with the class of the event (`RequestMoved` or `JobMoved`) and the new state. If it returns False, the ledger makes
     no event. If it raises, the ledger makes the event. It must not call the ledger, because the change is not complete
     yet. An observer without the method gets all events. Several observers (`Observers`) all get the moves that one of
     them wants."""
 
-    def observe(self, event: Event, /) -> object: ...
+    def observe(self, event: Event, /) -> object:
+        """Called with each event."""
+        ...
 
 
 # -- of a ledger -------------------------------------------------------------------------------------------------------

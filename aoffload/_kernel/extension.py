@@ -1,40 +1,13 @@
 """The seam: the hooks that the kernel calls on extensions, to report changes and to ask questions.
 
-A feature outside of the kernel is a `LedgerExtension`. It overrides the hooks that it needs. The kernel calls a hook
+A feature outside of the kernel is a `LedgerExtension`. Its docstring has the rules of hooks. The kernel calls a hook
 only on the extensions that override it, in the order in which they were added, so unused hooks cost nothing. Only
 `ask_admit` is called in reverse order: the program's own extensions may refuse a request before a store policy counts
 it.
 
-    on_...     the kernel reports a change, or that a change begins
-    ask_...    the kernel asks a question. The table below says how the answers of several extensions are combined
-    report_... `check_integrity` asks for the blocks and leases that the extension holds
-
-**What a hook may do.** An `on_...` hook is called before or after a change, when the kernel has no run or part in a
-local variable. So it may lease and release, take and give blocks, and cut and split runs (through `ledger.cache`). A
-hook must not call a verb of the ledger. It must not raise, except where the table or the docstring of the hook says so.
-If a hook of a program's extension does either, the ledger completes the change and discards all queued copies, and then
-the call raises `ExtensionError` with the names of the extension and the hook. Only these copies are lost. A runtime
-keeps the copies, and reports the error instead (`CacheBase.report_errors`).
-
 The ledger grants blocks that a hook gives back to waiters at the end of the call. Calls that free no blocks themselves,
 such as `admit` and `accept`, do not serve the wait queue; in that case the next call that serves the wait queue grants
-the blocks. An `ask_...` hook only answers. It must not lease, cut or split, because the kernel may have runs in local
-variables during the call. Only `ask_blocks` may release leases and give blocks, and only `ask_take` may evict blocks.
-
-Hook | how the answers are combined
---- | ---
-`ask_admit`, `ask_commit` | all are called; each may raise, because nothing has changed yet
-`ask_store_stop` | the minimum, together with the store policy
-`ask_load_stop`, `ask_take` | each extension gets the answer of the extension before it
-`ask_deferred` | the first True
-`ask_blocks` | the first True
-`ask_first_wrong` | the minimum
-`ask_former_readers` | all answers together
-`report_...` | all answers together; each may raise
-`ask_next_lapse` | the minimum
-
-A `HostCache` has no block tables and no wait queue, so it calls no `on_allocated`, `on_load_over`, `on_published`,
-`on_step`, `ask_commit`, `ask_load_stop`, `ask_deferred`, `ask_blocks`, `ask_first_wrong`, `ask_former_readers`.
+the blocks.
 
 Extensions stay interpreted if the kernel is compiled, so programs may derive from `LedgerExtension`.
 """
@@ -59,7 +32,41 @@ from .tokens import TokenSequence
 
 
 class LedgerExtension:
-    """Base of extensions: a hook that is not overridden is never called."""
+    """Base of the features of the package, and of your own. Pass instances as `extensions=` to a ledger or a runtime.
+
+    Override the hooks that you need; the ledger never calls the others. It calls extensions in the order in which they
+    were added: those of the configuration first, then yours. Only `ask_admit` is called in reverse order. An instance
+    belongs to one ledger. The constructor of the ledger refuses an async hook, a generator as an `on_` hook, and
+    another method whose name begins with `on_`, `ask_` or `report_`.
+
+    - An `on_` hook reports a change, before or after it. The hook may lease and release, take and give blocks, and cut
+      and split runs, through `ledger.cache`.
+    - An `ask_` hook only answers a question. In addition, `ask_blocks` may release leases and give blocks, and
+      `ask_take` may evict blocks.
+    - A `report_` hook is called by `check_integrity`. Return the blocks and leases that the extension keeps. If the
+      hook returns another type, `check_integrity` raises `ExtensionError`.
+
+    Hook | How the answers of several extensions are combined
+    --- | ---
+    `ask_admit`, `ask_commit` | no answer: each may raise to refuse, and then nothing has changed
+    `ask_store_stop` | the minimum, which includes the answer of the store policy
+    `ask_load_stop`, `ask_take` | the last answer: each extension gets the answer of the extension before it
+    `ask_deferred` | the first True
+    `ask_blocks` | the first True; a True that has freed nothing counts as False
+    `ask_first_wrong`, `ask_next_lapse` | the minimum
+    `ask_former_readers`, `report_leases`, `report_requests`, `report_blocks` | all answers together
+
+    A hook must not call a verb of the ledger. Only `on_build`, `on_attach`, `ask_admit`, `ask_commit` and the `report_`
+    hooks may raise, and their exceptions reach the caller. If another hook raises, returns a value of a wrong type or
+    calls a verb, the ledger ignores its answer, completes the change, discards all queued copies, and raises
+    `ExtensionError` at the end of the call. A request or a pin that the call should have returned is over. A runtime
+    keeps the copies, and reports the error as the event `worker_failed` instead of raising it. So does a `CopyQueue`
+    for an error at the end of a copy.
+
+    A `HostCache` has no block tables and no wait queue, so it does not call `on_allocated`, `on_load_over`,
+    `on_published`, `on_step`, `ask_commit`, `ask_load_stop`, `ask_deferred`, `ask_blocks`, `ask_first_wrong` and
+    `ask_former_readers`.
+    """
 
     is_attached = False
     """A ledger has it."""
@@ -75,7 +82,8 @@ class LedgerExtension:
     # -- a request ------------------------------------------------------------------------------------------------
 
     def ask_admit(self, request: LedgerRequest) -> None:
-        """`request` is about to be admitted, and is not matched yet. Raise to refuse it."""
+        """`request` is about to be admitted, and is not matched yet. Raise to refuse it. Not called for `lookup`, pins
+        and prefetches."""
 
     def on_admitted(self, request: LedgerRequest, parent: LedgerRequest | None) -> None:
         """`request` is live. It is not matched yet or, if it is a fork of `parent`, is RUNNING."""
@@ -234,7 +242,7 @@ class Build:
         self.sized.append((function, self.is_trusted))
 
     def set_order(self, tier: Tier, make: Callable[[], EvictionOrder]) -> None:
-        """Use the eviction order that `make` returns for `tier`."""
+        """Use the eviction order that `make` returns for `tier`. Refused if `OffloadConfig.eviction` is a factory."""
         check_callable("make", make)
         if check_tier("tier", tier) in self.orders:
             raise ConfigError("extensions", f"two of them set the eviction order of {tier.name}")

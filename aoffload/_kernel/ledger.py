@@ -101,6 +101,7 @@ class CoreLedger(CacheBase):
     # -- about its requests -----------------------------------------------------------------------------------------
 
     def own(self, request: object) -> LedgerRequest:
+        """Return `request`, if it is one of this ledger. Refuses any other object, and a call from inside a hook."""
         if not isinstance(request, LedgerRequest) or request.ledger is not self:
             raise self._foreign(request)
         if self.hooks.calling:
@@ -108,15 +109,19 @@ class CoreLedger(CacheBase):
         return request
 
     def rematch(self, request: LedgerRequest) -> None:
+        """Match `request`, which is PINNED, again."""
         self.request_leases.match_again(request)
 
     def match_all_again(self) -> None:
+        """Match again the live requests whose match has lost blocks."""
         self.admission.match_again(self.live_requests.values())
 
     def possible_publishers(self) -> Iterable[LedgerRequest]:
+        """The requests that may still publish or store KV. Some of them may be over."""
         return (*self.live_requests.values(), *self.closing)
 
     def has_begun(self, request: LedgerRequest) -> bool:
+        """Whether `request` may have computed KV, or may have tokens that were sampled from KV that it has read."""
         return not request.may_match_again or request.has_committed or request.has_parent
 
     def _others_hold_blocks(self) -> bool:

@@ -93,6 +93,8 @@ class Completion:
 
 
 class Answer(enum.Enum):
+    """The answer of a match: whether a request has a hit."""
+
     HIT = "hit"
     MISS = "miss"
     PENDING = "pending"

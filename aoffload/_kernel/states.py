@@ -45,6 +45,8 @@ class Outcome(Plain):
 
 
 class RequestState(Plain):
+    """The states of a request (docs/lifecycle.md)."""
+
     QUEUED = "queued"
     """Created, and not matched yet."""
     MATCHED = "matched"
@@ -66,6 +68,8 @@ class RequestState(Plain):
 
 
 class JobState(Plain):
+    """The states of a job, which is one copy (docs/lifecycle.md)."""
+
     QUEUED = "queued"
     LAUNCHED = "launched"
     COMPLETED = "completed"

@@ -210,12 +210,14 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
 
     @property
     def request_id(self) -> str:
+        """The id of the request. If you passed none, it gets one on entering."""
         if self._record is not None:
             return self._record.request_id
         return "(not entered)" if self._request_id is None else self._request_id
 
     @property
     def state(self) -> RequestState:
+        """The state of the request."""
         return QUEUED if self._record is None else self._record.state
 
     @property

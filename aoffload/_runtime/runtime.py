@@ -553,6 +553,7 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         return "\n".join((self.ledger.explain(), *map(printable, remarks)))
 
     def statistics(self) -> RuntimeStatistics:
+        """The counts of blocks, requests, jobs and transfers at this moment."""
         self._session.check_may_read()
         found = self.ledger.statistics()
         disk, remote = self._session.disk, self._session.remote
@@ -584,6 +585,11 @@ class OffloadRuntime(RuntimeBase[Ledger, Request]):
     ids; by default a free list of the runtime's own. `observers` receive the same events as the log. `extensions` are
     features of the program's own; a `LowerTier` needs a `transport` with its copies. An engine that has a block pool
     and a prefix cache itself uses `HostCacheRuntime`.
+
+    Leaving the block aborts live requests, discards queued copies, and waits up to `close_timeout_s` for launched
+    ones. End the tasks of your requests first (docs/howto/the-promise.md). If the block is never left, the garbage
+    collector closes the runtime without a wait, and warns with a `ResourceWarning`. A second open runtime over the same
+    memory is refused, unless you hand out the block ids of both.
     """
 
     _request_class = Request

@@ -26,6 +26,8 @@ class Option:
 
 
 class Chooser(Protocol):
+    """Chooses the next step of a simulation among the steps that are possible."""
+
     def choose(self, step: int, options: Sequence[Option]) -> int:
         """The index of one of `options`. They come oldest first, so a fair loop would always run 0."""
         ...

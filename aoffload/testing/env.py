@@ -20,6 +20,8 @@ Result = TypeVar("Result")
 
 @attrs.define(eq=False)
 class SimulatedEnv(Env):
+    """Simulated clock, randomness and threads of a runtime."""
+
     scheduler: Scheduler = attrs.field(kw_only=True)
     delays: random.Random = attrs.field(kw_only=True)
     others: Callable[[int], None] = attrs.field(default=lambda num_steps: None, kw_only=True)

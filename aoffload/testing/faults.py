@@ -69,6 +69,7 @@ _KINDS = (
     FaultKind("remote_foreign", "another cell is read"),
 )
 FAULTS: Mapping[str, FaultKind] = {kind.name: kind for kind in _KINDS}
+"""All kinds of faults that a run may inject, by name."""
 DISK_FAULTS = tuple(name for name in FAULTS if name.startswith("disk_"))
 """Faults that need a disk."""
 REMOTE_FAULTS = tuple(name for name in FAULTS if name.startswith("remote_"))

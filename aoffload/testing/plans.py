@@ -60,6 +60,8 @@ class Plan:
 
 @attrs.frozen(kw_only=True)
 class Result:
+    """The result of one run of a scenario."""
+
     plan: Plan
     violation: Violation | None
     outcomes: dict[str, str]

@@ -37,6 +37,8 @@ class Decision:
 
 @attrs.define(eq=False)
 class Scheduler:
+    """Runs the steps of a simulation one at a time, in an order that `chooser` chooses."""
+
     chooser: Chooser
     max_idle_steps: int = 4000
     """More steps than that without time passing are a livelock."""

@@ -23,6 +23,8 @@ Result = TypeVar("Result")
 
 
 class StoreFault(enum.Enum):
+    """How a call of a `SimulatedStore` fails. The value of each fault describes it."""
+
     ERROR = "the call fails, and nothing was done"
     LATE_ERROR = "the call fails, and was done"
     LATER = "the call fails, and is done later"

@@ -54,6 +54,7 @@ from .waits import Waits
 __all__ = ["Scenario", "Simulation", "simulate", "undisturbed", "violation_of"]
 
 Scenario = Callable[["Simulation"], Awaitable[None]]
+"""An async function that a simulation runs: a test program around a runtime."""
 
 
 class Simulation:

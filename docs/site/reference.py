@@ -1,8 +1,7 @@
-"""The reference: a page for each public module, where each name of it has its signature and its docstring.
+"""The reference: a page for each public module with the signature and the docstring of each of its names.
 
-`aoffload` itself has a page for each of its sections in api.md. api.md is the list. On the site its rows lead to the
-entries. The pages that have `Ledger` and `OffloadRuntime` also have the verbs of their handles, whose classes are not
-public names.
+`aoffload` itself has a page for each of its sections in api.md. On the site the names in api.md lead to their entries.
+The pages of `Ledger` and `OffloadRuntime` also have the verbs of their handles, whose classes are not public names.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-from mkdocs.structure.files import File
 
 MODULES = (
     "aoffload.ledger",
@@ -30,17 +27,25 @@ MODULES = (
     "aoffload.plan",
     "aoffload.testing",
 )
-BEGIN = re.compile(r"^(?:\| )?`\w+[^`]*`(?:(?:, | or )`\w+[^`]*`)*")
-"""The names that a row or a paragraph begins with."""
-NAME = re.compile(r"`((\w+(?:\.\w+)?)[^`]*)`")
-"""A name, or a verb of a handle, such as `pins.hold(prefix)`."""
+NAME = re.compile(r"`(\w+)`")
 FACES = {
     "Ledger": ("aoffload/_extensions/assembly.py", ("AnyLedger", "Ledger")),
     "OffloadRuntime": ("aoffload/_runtime/runtime.py", ("RuntimeBase", "OffloadRuntime")),
 }
 """Where the handles of a face are: the file, and its classes."""
-OF = re.compile(r"^(?:\| )?Of `(\w+)` \|")
-"""The head of a table of somebody's members."""
+INTERNAL = {
+    "fetches": "transfers",
+    "invalidation": "forget has_read keep remember",
+    "pins": "check_share end_all grow",
+    "preemption": "may_preempt",
+    "quotas": "all_cleared ceiling max_pinned num_left part_changed",
+    "reports": "fetching num_fetching oldest_by_state oldest_step_s oldest_wait_s step steps wait_for_room",
+    "transfers": "begin hit_of leaving new_request over wait_for_jobs",
+    "weights": "begin_again is_findable root_of",
+}
+"""By handle, the methods that only other packages of aoffload call. The reference leaves them out, and hooks, too."""
+INNER = "asking declined held is_attached learning num_cache_transfers num_changes num_pins stores when_changed"
+"""Attributes of the classes of handles that programs do not need."""
 MODULE = re.compile(r"^## (aoffload[\w.]*)$", re.MULTILINE)
 """The heading above the names of a module."""
 
@@ -49,11 +54,8 @@ def on_files(files: Any, config: Any) -> Any:
     root = Path(config.config_file_path).parent
     api = (root / "docs/api.md").read_text()
     for title, names in sections(api, public_names(root, "aoffload")).items():
-        more: list[str] = []
-        for face in [face for face in FACES if face in names]:
-            classes = handle_classes(root, face)
-            verbs_by_handle = listed_verbs(api, face, classes)
-            more += [entry_of(face, name, classes[name], verbs) for name, verbs in verbs_by_handle.items()]
+        handles = {face: handle_classes(root, face) for face in FACES if face in names}
+        more = [entry_of(face, name, kind) for face, kinds in handles.items() for name, kind in kinds.items()]
         files.append(page_about(config, title, "aoffload", names, more))
     for module in MODULES:
         files.append(page_about(config, module, module, public_names(root, module)))
@@ -70,14 +72,9 @@ def public_names(root: Path, module: str) -> list[str]:
 
 def sections(api: str, public: list[str]) -> dict[str, list[str]]:
     """The names of `aoffload` by the heading that they stand under."""
-    names_by_title: dict[str, list[str]] = {}
     _, about = api.split("\n## aoffload\n")
-    for section in MODULE.split(about)[0].split("\n### ")[1:]:
-        title, *lines = section.splitlines()
-        begins = [name for line in lines if (found := BEGIN.match(line)) for _, name in NAME.findall(found[0])]
-        if names := [name for name in dict.fromkeys(begins) if name in public]:
-            names_by_title[title] = names
-    return names_by_title
+    found = (section.partition("\n") for section in MODULE.split(about)[0].split("\n### ")[1:])
+    return {title: [name for name in dict.fromkeys(NAME.findall(text)) if name in public] for title, _, text in found}
 
 
 def handle_classes(root: Path, face: str) -> dict[str, str]:
@@ -101,36 +98,19 @@ def handle_classes(root: Path, face: str) -> dict[str, str]:
     return found
 
 
-def listed_verbs(api: str, face: str, handles: Iterable[str]) -> dict[str, list[str]]:
-    """The verbs of `face` that api.md lists, by handle."""
-    found: dict[str, list[str]] = {}
-    owner = ""
-    for line in api.splitlines():
-        owner = owner_of(line, owner)
-        if owner == face and (begin := BEGIN.match(line)):
-            for _, name in NAME.findall(begin[0]):
-                handle, _, verb = name.partition(".")
-                if verb and handle in handles:
-                    found.setdefault(handle, []).append(verb)
-    return found
-
-
-def owner_of(line: str, owner: str) -> str:
-    """The class whose members the table of `line` lists; `owner`: that of the line before."""
-    head = OF.match(line)
-    return head[1] if head else owner if "|" in line else ""
-
-
-def entry_of(face: str, handle: str, kind: str, verbs: list[str]) -> str:
+def entry_of(face: str, handle: str, kind: str) -> str:
     """The entry of a handle: its verbs, and nothing else that its class has."""
+    hidden = "|".join(["_.*", "(on|ask|report)_.*", *INNER.split(), *INTERNAL.get(handle, "").split()])
     options = f"heading: {face}.{handle}, toc_label: {face}.{handle}, show_bases: false, merge_init_into_class: false"
-    return f"::: {kind}\n    options: {{{options}, members: [{', '.join(verbs)}]}}\n"
+    return f"::: {kind}\n    options: {{{options}, filters: ['!^({hidden})$']}}\n"
 
 
-def page_about(config: Any, title: str, module: str, names: list[str], more: Iterable[str] = ()) -> File:
+def page_about(config: Any, title: str, module: str, names: list[str], more: Iterable[str] = ()) -> Any:
+    from mkdocs.structure.files import File  # here, because tests read this file without mkdocs
+
     path = f"reference/{re.sub(r'[^a-z]+', '-', title.lower())}.md"
     entries = "\n".join([*(f"::: {module}.{name}" for name in names), *more])
-    content = f"# {title}\n\nFrom the docstrings. [Public names](../api.md) has a line on each.\n\n{entries}\n"
+    content = f"# {title}\n\nFrom the docstrings. [Public names](../api.md) lists all names.\n\n{entries}\n"
     return File.generated(config, path, content=content)
 
 
@@ -138,24 +118,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if page.file.src_uri != "api.md":
         return markdown
     root = Path(config.config_file_path).parent
-    module, owner, public, lines = "", "", set[str](), list[str]()
-    handles = {face: handle_classes(root, face) for face in FACES}
-    for line in markdown.splitlines():
-        if heading := MODULE.match(line):
-            module = heading[1]
-            public = set(public_names(root, module))
-        owner = owner_of(line, owner)
-        lines.append(linked(line, module, owner, public, handles.get(owner, {})))
-    return "\n".join(lines)
+    before, *parts = MODULE.split(markdown)
+    linked = [
+        f"## {module}{with_links(text, module, root)}" for module, text in zip(parts[::2], parts[1::2], strict=True)
+    ]
+    return before + "".join(linked)
 
 
-def linked(line: str, module: str, owner: str, public: set[str], handles: dict[str, str]) -> str:
-    """The line, where the names that it begins with are links to their entries."""
-
-    def link(found: re.Match[str]) -> str:
-        handle, _, verb = found[2].partition(".")
-        is_verb = bool(verb) and handle in handles
-        entry = f"{handles[handle]}.{verb}" if is_verb else ".".join(filter(None, (module, owner, handle)))
-        return f"[{found[0]}][{entry}]" if owner or handle in public else found[0]
-
-    return BEGIN.sub(lambda found: NAME.sub(link, found[0]), line)
+def with_links(text: str, module: str, root: Path) -> str:
+    """`text`, where the public names of `module` are links to their entries."""
+    public = set(public_names(root, module))
+    return NAME.sub(lambda found: f"[{found[0]}][{module}.{found[1]}]" if found[1] in public else found[0], text)

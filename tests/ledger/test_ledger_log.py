@@ -333,23 +333,25 @@ for plan in ledger.commit(request, 40) + ledger.release(request):
 def test_the_program_of_the_page_runs_and_its_log_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The program in docs/metrics.md about log, metrics and events is whole: what its ledger does is in the registry,
-    and the trace tool finds its request in the log."""
+    """The program in docs/metrics.md about the log and the metrics of a ledger is whole: what its ledger does is in the
+    registry, and the trace tool finds its request in the log."""
     page = (ROOT / "docs/metrics.md").read_text().partition("### Around a ledger")[2]
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
-    served = textwrap.indent(SERVED, " " * 12).strip()
+    served = textwrap.indent(SERVED, " " * 4).strip()
     whole, num_places = re.subn(r"\.\.\.  # calls of the ledger.*", served, code)
     assert num_places == 1
-    monkeypatch.chdir(tmp_path)
+    whole = whole.replace("LedgerLog()", "LedgerLog(logger)")
+    file = io.StringIO()
     registry = CollectorRegistry()
     monkeypatch.setattr("prometheus_client.REGISTRY", registry)
-    names = {"Completion": Completion, "Outcome": Outcome, "Prefix": Prefix, "Root": Root}
+    names = {"Completion": Completion, "Outcome": Outcome, "Prefix": Prefix, "Root": Root, "logger": make_logger(file)}
     exec(compile(whole, "metrics.md", "exec"), names)
+    (tmp_path / "ledger.log").write_text(file.getvalue())
     assert registry.get_sample_value("aoffload_requests_finished_total", {"outcome": "done", "reason": ""}) == 1
     labels = {"direction": "store", "tier": "host", "outcome": "landed"}
     assert registry.get_sample_value("aoffload_copied_bytes_total", labels) == 8192
     assert registry.get_sample_value("aoffload_pool_blocks", {"tier": "device"}) == 8
-    assert main(["ledger.log", "request", "one"]) == 0
+    assert main([str(tmp_path / "ledger.log"), "request", "one"]) == 0
     assert "done; committed as far as token 40" in capsys.readouterr().out
     scan = scanned(tmp_path / "ledger.log", Timelines())
     assert scan.remarks() == [] and [life.title() for life in scan.runtimes.lives] == [

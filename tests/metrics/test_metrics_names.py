@@ -135,21 +135,31 @@ def test_a_value_on_a_bound_is_in_its_bucket() -> None:
     assert list(SECONDS) == sorted(SECONDS) and list(THROUGHPUT) == sorted(THROUGHPUT)
 
 
-def documented() -> dict[str, list[str]]:
-    """The rows of the tables of docs/metrics.md, cell by cell."""
-    rows = re.findall(r"^`(aoffload_\w+)` \| (.*)$", PAGE, re.MULTILINE)
-    assert len({name for name, _ in rows}) == len(rows)
-    return {name: [cell.strip() for cell in rest.split("|")] for name, rest in rows}
+def documented() -> dict[str, tuple[list[str], str]]:
+    """The rows of the reference tables of docs/metrics.md: by metric, its labels and its meaning."""
+    reference = PAGE.partition("\n## Requests\n")[2]
+    rows = re.findall(r"^`(aoffload_\w+)(?:\{([\w,]+)\})?` \| (.*)$", reference, re.MULTILINE)
+    assert len({name for name, _, _ in rows}) == len(rows)
+    return {name: (labels.split(",") if labels else [], meaning) for name, labels, meaning in rows}
 
 
 def test_the_page_lists_every_metric_and_no_other() -> None:
-    """With its kind, its labels, its meaning."""
+    """With its labels, its meaning and, if it is a histogram, its kind: a counter's name ends in `_total`."""
     rows = documented()
     assert set(rows) == {family.name for family in FAMILIES}
     for family in FAMILIES:
-        kind, meaning = rows[family.name][:2]
-        assert re.findall(r"\w+", kind) == [family.kind.value, *family.labels], family.name
-        assert len(meaning) > 10
+        labels, meaning = rows[family.name]
+        assert labels == list(family.labels), family.name
+        assert meaning.startswith("histogram: ") == (family.kind is Kind.HISTOGRAM), family.name
+        assert len(meaning) > 10, family.name
+
+
+def test_what_the_page_tells_to_watch_exists() -> None:
+    """Each metric named anywhere on the page is one, and so is each label value."""
+    names = {family.name for family in FAMILIES}
+    assert set(re.findall(r"`(aoffload_\w+)", PAGE)) == names
+    for name, label, value in re.findall(r'`(aoffload_\w+)\{(\w+)="(\w+)"\}`', PAGE):
+        assert value in LABEL_VALUES[name, label]
 
 
 @pytest.mark.anyio

@@ -115,6 +115,12 @@ class LedgerCollector(SnapshotCollector):
     `lock` is the lock that the program holds while it calls the ledger, which has no locks itself. A scrape may come
     from any thread. It takes the lock and reads all its values at one moment. If it does not get the lock within
     `timeout_s`, it exports the values of the previous scrape, and their age.
+
+    With a `CopyQueue`, make it with `CopyQueue(..., observer=observers)`, open its transport with
+    `deliver=observers.hearing(copies.deliver)`, and hold the lock around `submit` and `advance`, not in `deliver`.
+    Without this, `aoffload_cache_off` and `aoffload_fence_latency_seconds` show nothing. `aoffload_oldest_...` need the
+    ledger's `clock`, and `aoffload_block_bytes` its `block_bytes`. `aoffload_room_wait_seconds` and
+    `aoffload_verified_blocks_total` are not exported.
     """
 
     def __init__(self, ledger: AnyLedger, metrics: Metrics, lock: Lock, timeout_s: float = 5.0) -> None:

@@ -11,6 +11,7 @@ from .decoder import ONE_BILLION, Decoder, DecoderConfig
 from .paged import PagedModel
 
 MODEL_NAMES = ("tiny", "1b", "llama", "qwen3", "gemma3", "gpt-oss", "qwen3-next")
+"""The names that `load_model` accepts."""
 
 
 def load_model(name: str, *, seed: int = 0, device: torch.device | str = "cpu") -> PagedModel:

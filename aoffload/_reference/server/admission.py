@@ -120,6 +120,8 @@ def _gives_way() -> ApiError:
 
 
 class ServerState(enum.Enum):
+    """Whether the server accepts new requests."""
+
     OPEN = "ok"
     DRAINING = "draining"
     """Admitted requests get their answers. New ones are refused."""

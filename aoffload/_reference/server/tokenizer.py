@@ -39,6 +39,8 @@ class Speller(Protocol):
 
 
 class Tokenizer(Protocol):
+    """Converts text to tokens, and tokens to text."""
+
     end_token_ids: frozenset[int]
     """Tokens that end an answer and are no part of its text."""
 

@@ -1,4 +1,18 @@
-"""`DiskSlots`: slab and slot table of one directory, opened together."""
+"""`DiskSlots`: slab and slot table of one directory, opened together.
+
+Stores are not synced. A loss of power may leave any part of the writes, in any order. A restart still finds no wrong
+bytes:
+
+- A record that was written in part has a wrong checksum of its own.
+- A record has the checksum of its data. A load compares it before it reports the block.
+- A record has the generation in which its store was planned. A reset raises the generation in the superblock, and syncs
+  it, so no block from before the reset is found.
+- The data of an invalidated block matches its checksum. So the disk erases its record and syncs the table. If that
+  fails three times, the disk raises the generation, so that a restart finds nothing. If that fails, too, the disk drops
+  the table and is turned off.
+
+`python -m proof.disk` tests this on a simulated disk that tears, loses and reorders writes.
+"""
 
 from __future__ import annotations
 
