@@ -47,6 +47,7 @@ VERSIONS = ("", "1", "1.0", "v1")
 
 class HintVerb(enum.Enum):
     """The verb of a hint."""
+
     PIN = "pin"
     PREFETCH = "prefetch"
     DEMOTE = "demote"
