@@ -25,7 +25,7 @@ SPOILED = -2
 
 
 class ForwardFailed(Exception):  # noqa: N818 - what happened
-    """A kernel failed on the device."""
+    """Raised by the simulated engine when a kernel failed on the device."""
 
 
 @attrs.define(eq=False)

@@ -34,11 +34,13 @@ class Speller(Protocol):
         ...
 
     def finish(self) -> str:
-        """The remaining text, with replacement characters for incomplete ones."""
+        """The remaining text, with replacement characters for incomplete characters."""
         ...
 
 
 class Tokenizer(Protocol):
+    """Turns text into tokens."""
+
     end_token_ids: frozenset[int]
     """Tokens that end an answer and are no part of its text."""
 
@@ -55,10 +57,10 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Every byte of UTF-8 is a token, id 0 to 255. Four ids mark the parts of a chat.
+    """A tokenizer in which every byte of UTF-8 is a token, id 0 to 255. Four ids mark the parts of a chat.
 
-    The other ids of the vocabulary, which a model with random weights picks as often as any, spell words. They make it
-    visible whether two answers differ. No text is encoded as them.
+    The other ids of the vocabulary spell words. A model with random weights picks them as often as any id, so the words
+    make it visible whether two answers differ. No text is encoded as these ids.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -131,7 +133,7 @@ def write_tokenizer(tokenizer: ByteTokenizer, directory: str | Path, *, max_toke
     """Write `tokenizer.json` and `tokenizer_config.json`. Creates the directory if it is missing.
 
     The files encode text as the server does, except for the four markers of a chat, which the server encodes as plain
-    text. Programs read `max_tokens` as the longest prompt. Raises `InvalidArgument` naming `directory`.
+    text. Programs read `max_tokens` as the longest prompt. `InvalidArgument` names `directory` if it cannot be written.
     """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -58,7 +58,7 @@ class CudaOptions:
     kernel: Callable[[torch.device], CopyKernel | None] = triton_kernel
     """Makes the kernel that copies small pieces, or returns None."""
     break_even: BreakEven | None = None
-    """The sizes up to which the kernel copies pieces. None: measured when the backend is opened, in a few hundred
+    """The sizes below which the kernel copies pieces. None: measured when the backend is opened, in a few hundred
     milliseconds. The kernel then copies those pieces of loads for which it is much faster, and nothing of a store."""
     batched: bool = True
     """Whether the driver gets many pieces in one call. False: one call per piece, for drivers whose batches hang or
