@@ -166,8 +166,8 @@ class GivenHint:
 
 
 def read_hints(payload: object) -> list[GivenHint]:
-    """Returns the actions of `payload`. Accepts any object and raises nothing. The list is empty only if `payload` is
-    None or has an empty list of actions."""
+    """The actions of `payload`. Raises nothing, whatever `payload` is. The list is empty only if `payload` is None or
+    has an empty list of actions."""
     if payload is None:
         return []
     actions: object = payload

@@ -155,9 +155,9 @@ class OffloadConfig:
     `weights.set` sets another one. A prompt hits only KV of the current epoch. Empty: no epoch."""
     store_policy: Any = attrs.field(default="eager", validator=_store_policy)
     window_interval_tokens: int = attrs.field(default=0, validator=_count(0))
-    """0: window blocks are stored at the end of a prompt and where prompts part. A larger value: they are also stored
-    at each multiple of this number of tokens, rounded up to whole blocks, so that the second prompt with a prefix hits
-    up to there. 1: all window blocks are stored."""
+    """0: window blocks are stored at the end of a prompt and where prompts part. More: they are also stored at each
+    multiple of this number of tokens, rounded up to whole blocks, so that the second prompt with a prefix hits there.
+    1: all are stored."""
     eviction: Any = attrs.field(default="lru", validator=_eviction)
     load_choice: Any = attrs.field(default="always", validator=_load_choice)
     """The part of a host hit to load: "always" (all of it), "cost" (the part whose load costs less than computing it),
@@ -165,8 +165,8 @@ class OffloadConfig:
     verify: bool = attrs.field(default=False, validator=_bool)
     """Compute a checksum per block at store and compare it at load. A mismatch is a miss."""
     max_jobs_in_flight: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count(1, 1024)))
-    """Maximum jobs in flight on each link. A load never waits for stores, because they use another link. None: 4, or on
-    one GPU as many of the largest jobs as fit in the bound of bytes in flight, if that is more."""
+    """Maximum jobs in flight on each link. Loads and stores use different links, so no load waits for stores. None: 4,
+    or on one GPU as many of the largest jobs as fit in the byte bound, if that is more."""
     max_bytes_in_flight: int | str | None = None
     """Maximum bytes in flight on each link. A larger job goes alone. None: 128 MiB, or on one GPU the bytes that the
     link copies in 20 ms, if that is more."""

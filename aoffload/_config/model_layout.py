@@ -64,8 +64,8 @@ class RegionSpec:
     """A region that a model needs, described by one of its blocks on one rank."""
 
     name: str
-    """The name, such as `layer 0 keys and values`. With several groups, such as `slot 0 keys and values`, because the
-    first layers of all groups share slot 0."""
+    """The name, such as `layer 0 keys and values`. With several groups: `slot 0 keys and values`, because the first
+    layers of all groups share slot 0."""
     shape: tuple[int, ...]
     """The shape of a block. In a group with other heads, the same bytes have another shape: see `views`."""
     dtype: str

@@ -129,7 +129,7 @@ class Quotas:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The name or number that is shown for each account, by number."""
+        """The name that is shown for each account, by number."""
         default = self.default.name or DEFAULT
         return (default, *(quota.name or str(number) for number, quota in enumerate(self.salts.values(), 1)))
 

@@ -109,7 +109,7 @@ def built_in(
 
 @attrs.frozen
 class LedgerStatistics:
-    """The counts of blocks, requests, jobs and pins, and the statistics of each feature."""
+    """A snapshot of the counts of a ledger."""
 
     device: TierStatistics
     host: TierStatistics
@@ -120,7 +120,7 @@ class LedgerStatistics:
     num_pins: int
     """Pins of `Pins.hold` that are held now. The leases of requests do not count."""
     loads_paused: bool
-    """Whether a `HostCache` has paused all loads, because more than `max_quarantined_share` of the blocks are in
+    """Whether a `HostCache` loads nothing, because more than `max_quarantined_share` of the blocks are in
     quarantine."""
     disk: TierStatistics | None
     """None without a disk."""
@@ -208,8 +208,7 @@ class AnyLedger(CacheBase):
     # -- verbs that differ ----------------------------------------------------------------------------------------
 
     def loadable(self, request: Any, max_tokens: int | None = None) -> Loadable | None:
-        """The load that `plan_load` would plan now. None if there is nothing to load, or if the load was planned
-        before."""
+        """See `Ledger.loadable`."""
         raise NotImplementedError
 
     # -- reports and checks ---------------------------------------------------------------------------------------
@@ -344,7 +343,7 @@ class Ledger(AnyLedger, CoreLedger):
 
     @property
     def writes_back(self) -> bool:
-        """Whether the store policy has a watermark, so that `write_back` exists."""
+        """Whether the store policy has a watermark."""
         return self.find(WriteBack) is not None
 
     @property

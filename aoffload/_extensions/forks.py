@@ -70,8 +70,8 @@ class Forks(LedgerExtension):
 
     def fork(self, request: LedgerRequest, request_id: str | None = None, *, num_tokens: int = 0) -> Fork:
         """Start another request with the present tokens of `request`. The fork is RUNNING from the start. It shares the
-        full blocks; the engine copies the other blocks (`Fork.copies`). The fork gets blocks for `num_tokens`, or for
-        all known tokens if there are more of them. `OutOfBlocks` if there are too few; nothing has changed then."""
+        full blocks; the engine copies the others (`Fork.copies`). The fork gets blocks for `num_tokens`, or for all
+        known tokens if there are more. If `OutOfBlocks` is raised, nothing has changed."""
         ledger = self._ledger
         require(ledger.own(request), "fork", State.RUNNING)
         self._check(request)

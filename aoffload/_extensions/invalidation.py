@@ -49,7 +49,7 @@ from ..errors import CommitError
 
 
 class Invalidation(LedgerExtension):
-    """Withdraws the KV that a failed forward has committed (`Ledger.invalidation`)."""
+    """Withdraws wrong KV (`Ledger.invalidation`)."""
 
     def __init__(self) -> None:
         self._read_before: dict[LedgerRequest, int] = {}

@@ -40,7 +40,7 @@ from ..errors import ExtensionError, InvalidArgument, OutOfBlocks
 
 
 class PinState(Plain):
-    """The state of a pin: it is held, or why it has ended."""
+    """The state of a pin."""
 
     NEW = "new"
     HELD = "held"
@@ -62,8 +62,8 @@ PIN_MOVES: Mapping[State, frozenset[State]] = {
 
 @dataclass(slots=True, eq=False, repr=False)
 class Pin:
-    """A pin of `Pins.hold`. It ends by `release`, by `drop`, by a reset, at its deadline, or when it yields its blocks
-    to a request."""
+    """A pin of `Pins.hold`. It ends by `release`, by `drop`, by a reset, at its deadline, or by yielding to a
+    request."""
 
     pin_id: int
     sequence: TokenSequence
@@ -143,7 +143,7 @@ class Pins(LedgerExtension):
             self._ledger.end_call()
 
     def drop(self) -> None:
-        """End every pin. The state of these pins is DROPPED."""
+        """End every pin (DROPPED)."""
         self._ledger.hooks.refuse_verb()
         self.end_all(PinState.DROPPED)
         self._ledger.end_call()

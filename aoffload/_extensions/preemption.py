@@ -39,7 +39,7 @@ class Preemption:
 
 
 class Preemptions(LedgerExtension):
-    """Lets requests give up their blocks and continue later (`Ledger.preemption`)."""
+    """Preempts requests and resumes them (`Ledger.preemption`)."""
 
     def __init__(self, *, stores_nothing: bool) -> None:
         """`stores_nothing`: whether the store policy is `NoStore`."""

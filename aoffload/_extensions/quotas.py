@@ -100,7 +100,7 @@ class QuotaReached(Event):
     account: str
     tier: Tier
     limit: str
-    """The limit that the store has reached: `ceiling` or `daily_writes`."""
+    """The limit: `ceiling` or `daily_writes`."""
 
 
 @attrs.frozen

@@ -31,19 +31,19 @@ COUNTED_TOKENS = 2**24
 
 
 class StorePolicy(Protocol):
-    """A store policy: it chooses the published blocks that are stored in the host. All positions are units of the
-    layout. `EagerStore` is a base for your own policies.
+    """Chooses the published blocks that are stored in the host. All positions are units of the layout. `EagerStore` is
+    a base for your own policies.
 
-    If a method raises, the ledger raises the same error. In that case `admit`, `commit` and `offer` have changed
-    nothing; `release` has ended the request and stores nothing.
+    If a method raises, the ledger raises the same error. `admit`, `commit` and `offer` have then changed nothing;
+    `release` has ended the request and stores nothing.
     """
 
     @property
     def num_watermark_blocks(self) -> int:
         """0: wanted blocks are stored immediately. Otherwise this is the watermark: a wanted block is stored once it is
         among the first `num_watermark_blocks` device blocks that the next allocations would take. The ledger reads the
-        watermark before each write-back, so the value may change. If the value is 0 when the ledger is made, the ledger
-        never reads it again."""
+        value before each write-back, so it may change. If it is 0 when the ledger is made, the ledger never reads it
+        again."""
         ...
 
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
@@ -144,8 +144,8 @@ class _AdaptiveLazyStore(EagerStore):
 class SelectiveStore(EagerStore):
     """Stores, at their commit, the blocks of prefixes that were requested at least `min_seen` times.
 
-    The policy also counts requests for prefixes that no tier holds any more. The counts cover up to
-    `max_counted_tokens` tokens and keep 4 bytes for each.
+    The counts include prefixes that no tier holds any more. They cover up to `max_counted_tokens` tokens, at 4 bytes
+    each.
     """
 
     min_seen: int = attrs.field(default=2, validator=_int_in(1, MAX_SEEN))

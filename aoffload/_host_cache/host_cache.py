@@ -69,10 +69,7 @@ _WITH_A_LOAD = (LOADING,)
 class HostCache(AnyLedger):
     """Host memory for an engine that has its own block pool and prefix cache. docs/engines.md is the guide.
 
-    `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `engine_blocks` is the
-    engine's pool. `clock` counts seconds, such as `time.monotonic`. `block_bytes` is the size of one block over all
-    regions; it only bounds bytes in flight and per job, and converts `host_bytes` to blocks. `extensions` are features
-    that the program adds.
+    `engine_blocks` is the engine's pool. The other arguments are those of `Ledger`.
     """
 
     live_requests: dict[str, HostCacheRequest]  # type: ignore[assignment]
@@ -268,9 +265,9 @@ class HostCache(AnyLedger):
 
         `into` holds the request's block tables: one per group, from the first token at least to the end of the hit. The
         copies write only to the blocks named there for the units that are loaded. If the request is RUNNING afterwards,
-        there is nothing to wait for. If it is LOADING, `wake` is called when the load is over. For a request that is
-        RUNNING already, nothing is planned. If the load of such a request is lost to a reset (`lost_to_reset`), the
-        call gives up the load. `max_job_bytes` replaces the configured limit.
+        there is nothing to wait for. If it is LOADING, `wake` is called when the load is over. For a request that was
+        RUNNING already, nothing is planned; if its load is lost to a reset (`lost_to_reset`), the call gives up the
+        load. `max_job_bytes` replaces the configured limit.
 
         Full attention loads all units after the tokens of the engine's cache. A window loads only the units that are
         read at the end of the hit. All other entries of `into` may be the null block 0. If the window begins inside the
@@ -337,9 +334,8 @@ class HostCache(AnyLedger):
         return jobs
 
     def lost_to_reset(self, request: HostCacheRequest) -> bool:
-        """Whether a reset came after the load was over and before the first offer of the request, so that the loaded KV
-        is from before the reset. If so, call `plan_load`, which gives up the load. Do not call it if your caller
-        learned before the reset that the load was over."""
+        """Whether a reset came after the load was over and before the first offer of the request.
+        `Ledger.lost_to_reset` says what to do."""
         is_running = self.own(request).state is RUNNING and request in self.arrivals.under_way
         return is_running and request.epoch != self.cache.epoch
 
@@ -597,9 +593,9 @@ class HostCache(AnyLedger):
 
     @property
     def deferred_requests(self) -> tuple[str, ...]:
-        """Ids of the requests with deferred blocks, the oldest first. Requests that are over are included. Keep the
-        tokens of these requests, because `find` is called for them. At most 128 requests have deferred blocks: if one
-        more has some, the ledger gives up those of the oldest request."""
+        """Ids of the requests with deferred blocks, the oldest first, also of requests that are over. Keep their
+        tokens, because `find` is called for them. At most 128 requests have deferred blocks: for one more, the ledger
+        gives up those of the oldest."""
         return tuple(self.offers.deferred)
 
     # -- the end --------------------------------------------------------------------------------------------------

@@ -63,8 +63,8 @@ class RequestMoved(Event):
     """Why the request was aborted. Empty for every other move."""
     match: PrefixMatch
     num_blocks: int
-    """After the move to ALLOCATED, the positions in the request's block tables, null blocks included. After any other
-    move, 0."""
+    """Positions in the request's block tables after a move to ALLOCATED, null blocks included; 0 after any other
+    move."""
     num_computed_tokens: int
     num_lost_tokens: int
     """Tokens that the loads of the request have failed to bring so far."""
@@ -135,7 +135,7 @@ class TransportStalled(Event):
 
 @attrs.frozen
 class TransportRecovered(Event):
-    """All copies of a link that took too long are over, and the link launches again."""
+    """The late copies of a link are over, and the link launches again."""
 
     source: Tier
     destination: Tier
@@ -150,7 +150,7 @@ class WorkerFailed(Event):
 
 @attrs.frozen
 class CacheTurnedOff(Event):
-    """The cache has turned itself off: nothing is launched any more."""
+    """The cache has turned itself off, and launches nothing more."""
 
     reason: str
 

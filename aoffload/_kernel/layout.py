@@ -209,8 +209,7 @@ class Layout:
                 yield number, range(start * per_unit, stop * per_unit)
 
     def deal(self, blocks: array[int], num_units: int) -> list[array[int]]:
-        """Divide `blocks`, which are for `num_units` more units, among the block tables. Returns the new ids of each
-        table."""
+        """Divide `blocks`, which are for `num_units` more units, among the block tables."""
         if len(self.paged) == 1:
             return [blocks]
         found: list[array[int]] = []

@@ -161,8 +161,8 @@ class CoreLedger(CacheBase):
         return request
 
     def allocate_nowait(self, request: LedgerRequest, num_tokens: int | None = None) -> None:
-        """Take blocks for `num_tokens` (None: the prompt), all or nothing. `OutOfBlocks` if there are too few; nothing
-        has changed then."""
+        """Take blocks for `num_tokens` (None: the prompt), all or nothing. If `OutOfBlocks` is raised, nothing has
+        changed."""
         self.admission.allocate_nowait(self.own(request), num_tokens)
         self.moves.report()
         if self.hooks.error is not None:
@@ -188,8 +188,7 @@ class CoreLedger(CacheBase):
         return waiter
 
     def extend_nowait(self, request: LedgerRequest, num_tokens: int) -> Extension:
-        """Extend the block table to `num_tokens` in all. `OutOfBlocks` if there are too few blocks; nothing has changed
-        then."""
+        """Extend the block table to `num_tokens` in all. If `OutOfBlocks` is raised, nothing has changed."""
         try:
             added = self.admission.extend_nowait(self.own(request), num_tokens)
         finally:
@@ -280,12 +279,12 @@ class CoreLedger(CacheBase):
         new_token_ids: TokenIds = (),
         checkpoints: Iterable[int] = (),
     ) -> tuple[TransferPlan, ...]:
-        """Append `new_token_ids`, then publish the KV of the first `num_computed_tokens` tokens (an absolute number);
-        returns the stores to launch.
+        """Append `new_token_ids`, then publish up to `num_computed_tokens` (an absolute number); returns the stores to
+        launch.
 
         `checkpoints`: the positions, in tokens, at which the forward has copied the recurrent state into the blocks of
-        `planned_checkpoints`. Planned checkpoints that the request has passed without this are given up. `CommitError`
-        if a position is not planned, or not among the tokens that this commit adds.
+        `planned_checkpoints`. Other checkpoints that it has passed are given up. `CommitError` if a position is not
+        planned, or not among the tokens that this commit adds.
         """
         plans = self._commits.commit(self.own(request), num_computed_tokens, new_token_ids, checkpoints)
         self.end_call()

@@ -59,8 +59,8 @@ class TransferPlan:
     source_ids: array[int]
     destination_ids: array[int]
     payload: object = None
-    """Data that the destination or the source tier needs in addition to block ids, such as the name of an object. The
-    rules of the tier make it, and only the transport of that tier reads it. None in most plans. It can be pickled."""
+    """Data that a tier of the plan needs besides block ids, such as the name of an object. The rules of the tier make
+    it, and only its transport reads it. None in most plans. It can be pickled."""
 
     @property
     def link(self) -> tuple[Tier, Tier]:
@@ -158,10 +158,10 @@ class TierStatistics:
     num_blocks: int
     num_free: int
     num_cached: int
-    """Blocks that are findable and under no lease, so they can be evicted."""
+    """Findable blocks under no lease, so evictable."""
     num_pinned: int
-    """All other blocks: leased, private to a request, destinations of jobs, or tombstones (blocks that no match finds
-    any more, but leases still protect)."""
+    """All other blocks: leased, private to a request, destinations of jobs, or unfindable but still leased
+    (tombstones)."""
     num_quarantined: int
 
     def counted(self, name: str) -> str:

@@ -308,8 +308,7 @@ class LedgerLog:
     """An observer that writes a ledger's events, and the reports of its `CopyQueue`, to `logger`.
 
     `logger` is structlog's, or another one that has `bind` and takes an event and its fields. The default is the
-    program's own structlog logger. Exceptions of the logger are counted and dropped. A filtered event costs one check
-    of its level.
+    program's own structlog logger. Exceptions of the logger are counted and dropped.
     """
 
     def __init__(self, logger: Any = None) -> None:

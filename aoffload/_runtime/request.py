@@ -266,11 +266,11 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
     # -- cancelling and leaving -----------------------------------------------------------------------------------
 
     def cancel(self, reason: str = "cancelled") -> None:
-        """Cancel the `async with` block of the request. Once the block has unwound, the request is over, and the block
-        has swallowed the cancellation. Until then, no other request can use its id.
+        """Cancel the `async with` block of the request. The request is over, and the cancellation swallowed, once the
+        block has unwound. Until then, its id is taken.
 
-        A request that is not entered yet is cancelled at the first wait in its block. Any thread may call this. From
-        another thread than the event loop's, the call takes effect at the loop's next turn.
+        A request that is not entered yet is cancelled at the first wait in its block. Any thread may call this. Outside
+        of the event loop's thread, the call takes effect at the loop's next turn.
         """
         reason = check_text("reason", reason)
         self._session.call_in_loop(partial(self._cancel, reason))
@@ -434,8 +434,8 @@ class Request(RequestBase[Ledger, LedgerRequest]):
     # -- allocation -----------------------------------------------------------------------------------------------
 
     def allocate_nowait(self, num_tokens: int | None = None) -> None:
-        """Allocate blocks for `num_tokens` tokens in total (None: the prompt's). `OutOfBlocks` if there are too few;
-        nothing has changed then.
+        """Allocate blocks for `num_tokens` tokens in total (None: the prompt's). If `OutOfBlocks` is raised, nothing
+        has changed.
 
         To allocate only the first part of a prompt, allocate whole blocks. A part that ends inside a block causes a
         warning, because it is most often a mistake, and the rest of that block costs nothing. With windows, allocate at
@@ -515,8 +515,8 @@ class Request(RequestBase[Ledger, LedgerRequest]):
         return self._session.ledger.extend_nowait(self._live(), num_tokens)
 
     async def extend(self, num_tokens: int) -> Extension:
-        """As `extend_nowait`, but waits for free blocks. If it raises a retryable `OutOfBlocks`, only waiting requests
-        hold blocks, so abort one of them."""
+        """As `extend_nowait`, but waits for free blocks. After a retryable `OutOfBlocks`, abort a waiting request: only
+        waiting requests hold blocks."""
         await anyio.lowlevel.checkpoint_if_cancelled()
         record = self._live()
         try:

@@ -728,17 +728,8 @@ class HostCacheRuntime(RuntimeBase[HostCache, EngineRequest]):
     def request(
         self, token_ids: TokenIds, request_id: str | None = None, **options: Unpack[EnginePromptOptions]
     ) -> EngineRequest:
-        """A request for the prompt `token_ids` (one dimension of ids in `[0, 2**31)`, copied here).
-
-        `cache_salt`, `adapter_key` and `key_spans` are part of the identity of KV: KV is shared only between requests
-        for which they are equal. `deadline_s` counts from entering. `max_hit_tokens` and `hit_alignment` limit the
-        cache hit; `reads_cache=False` disables it. `store` (all, the prompt, or nothing) and `max_store_tokens` (first
-        tokens) limit the blocks that are stored to the host. `num_device_tokens`: leading tokens in the engine's own
-        cache.
-
-        An array of any length is read here. A list or tuple of more than 8,192 ids is read on entering, with turns for
-        other tasks in between. It must not change until then, and `cancel(request_id)` finds the request only later.
-        """
+        """A request for the prompt `token_ids`, as from `OffloadRuntime.request`, which documents the options.
+        `num_device_tokens`: leading tokens in the engine's own cache."""
         if options:
             check_names("HostCacheRuntime.request", options, EnginePromptOptions)
         return self._request(token_ids, request_id, {**options})
@@ -751,10 +742,7 @@ class HostCacheRuntime(RuntimeBase[HostCache, EngineRequest]):
         request_id: str | None = None,
         **options: Unpack[EnginePromptOptions],
     ) -> Result:
-        """Run `function(request)` in a new task; returns its result. `RequestAborted` if the request was cancelled.
-
-        Only this method spawns a task for a request: cancelling the caller, natively too, cancels only this request.
-        """
+        """As `OffloadRuntime.run`, with an `EngineRequest`."""
         check_callable("function", function)
         return await self._run(function, self.request(token_ids, request_id, **options))
 

@@ -199,8 +199,8 @@ class LocalTransport:
             self._most_bytes_at_once = hand_over_bytes(next(iter(self._lanes.values())).hand_over)
 
     def record_fence(self) -> Fence:
-        """A fence after all compute so far. `TransferRefused` if the device cannot record one; `DeviceGone` if the
-        device is lost."""
+        """A fence after all compute so far. `TransferRefused` if none can be recorded; `DeviceGone` if the device is
+        lost."""
         self._loss.check()
         try:
             return self.backend.record_fence()

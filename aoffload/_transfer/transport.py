@@ -1,4 +1,4 @@
-"""The transport protocol: a transport copies the blocks of plans, and delivers a completion for each plan."""
+"""The transport protocol: a transport executes plans on the tensors and delivers their completions."""
 
 from __future__ import annotations
 

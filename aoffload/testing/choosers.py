@@ -26,7 +26,7 @@ class Option:
 
 
 class Chooser(Protocol):
-    """Picks the step of a run that comes next."""
+    """Picks the next step of a run."""
 
     def choose(self, step: int, options: Sequence[Option]) -> int:
         """The index of one of `options`. They come oldest first, so a fair loop would always run 0."""

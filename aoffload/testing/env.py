@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 @attrs.define(eq=False)
 class SimulatedEnv(Env):
-    """An `Env` whose time, threads and wake-ups the scheduler controls."""
+    """An `Env` under the control of the scheduler."""
 
     scheduler: Scheduler = attrs.field(kw_only=True)
     delays: random.Random = attrs.field(kw_only=True)

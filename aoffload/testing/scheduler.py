@@ -37,7 +37,7 @@ class Decision:
 
 @attrs.define(eq=False)
 class Scheduler:
-    """Runs one ready step after the other, as the chooser picks. Its clock jumps when nothing is ready."""
+    """Runs ready steps, one at a time, as the chooser picks them."""
 
     chooser: Chooser
     max_idle_steps: int = 4000

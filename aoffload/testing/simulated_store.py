@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class StoreFault(enum.Enum):
-    """The kinds of faults. The value of each says what happens."""
+    """The faults, with their meaning as value."""
 
     ERROR = "the call fails, and nothing was done"
     LATE_ERROR = "the call fails, and was done"

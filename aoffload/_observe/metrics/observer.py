@@ -87,8 +87,8 @@ MAX_REPORTS = 1024
 
 
 class Metrics:
-    """Counts the events of one runtime, as one of its `observers`, or of one `Ledger`. If the runtime has an `env` of
-    its own, pass the same `env`, because it has the clock."""
+    """Counts events, as one of the `observers` of one runtime or of one `Ledger`. If you give the runtime an `env`,
+    pass it here, too, because it has the clock."""
 
     def __init__(self, env: Env | None = None) -> None:
         self.now = Env().now if env is None else check_type("env", env, Env).now

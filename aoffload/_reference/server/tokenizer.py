@@ -57,10 +57,10 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A tokenizer in which every byte of UTF-8 is a token, id 0 to 255. Four ids mark the parts of a chat.
+    """Every byte of UTF-8 is a token, id 0 to 255. Four ids mark the parts of a chat.
 
-    The other ids of the vocabulary spell words. A model with random weights picks them as often as any id, so the words
-    make it visible whether two answers differ. No text is encoded as these ids.
+    The other ids of the vocabulary spell words. A model with random weights picks them as often as any id, and the
+    words show whether two answers differ. No text is encoded as these ids.
     """
 
     def __init__(self, vocab_size: int) -> None:

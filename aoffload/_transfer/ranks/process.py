@@ -1,4 +1,4 @@
-"""`ProcessRank`: a rank in its own process. A rank is one set of KV tensors and its host memory."""
+"""A rank in its own process, as the deciding process sees it. A rank is one set of KV tensors and its host memory."""
 
 from __future__ import annotations
 

@@ -287,8 +287,8 @@ class CudaBackend(RegionBackend):
         return lane.batches[-1] if len(pieces) else self._events.record(lane.stream)
 
     def copy_by_kernel(self, pieces: Pieces, direction: Direction) -> Fence:
-        """Submit `pieces` to the kernel, and return a fence after them. Addresses and sizes have to be as aligned as
-        those of blocks. `TransferRefused` without a kernel."""
+        """Submit `pieces` to the kernel, and return a fence after them. Addresses and sizes must be aligned like those
+        of blocks. `TransferRefused` without a kernel."""
         lane = self._lanes[direction]
         if lane.kernel is None:
             raise TransferRefused("no kernel copies small pieces here")
