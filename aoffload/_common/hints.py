@@ -46,7 +46,7 @@ VERSIONS = ("", "1", "1.0", "v1")
 
 
 class HintVerb(enum.Enum):
-    """The verb of a hint."""
+    """The kind of a hint."""
 
     PIN = "pin"
     PREFETCH = "prefetch"

@@ -109,7 +109,7 @@ def built_in(
 
 @attrs.frozen
 class LedgerStatistics:
-    """A snapshot of the counts of a ledger."""
+    """A snapshot of the counts of blocks, requests and jobs, returned by `statistics()` of a ledger."""
 
     device: TierStatistics
     host: TierStatistics

@@ -70,7 +70,7 @@ MAX_TRIES = 4
 
 
 class HintOutcome(enum.Enum):
-    """How a hint was answered."""
+    """Whether a hint was applied."""
 
     ACCEPTED = "accepted"
     CLIPPED = "clipped"

@@ -36,7 +36,7 @@ from ..errors import CommitError, WrongState
 
 
 class OverlapState(Plain):
-    """The state of a `LoadOverlap`."""
+    """The states of a step that began before the load of its request was over (docs/lifecycle.md)."""
 
     NEW = "new"
     SPECULATIVE = "speculative"

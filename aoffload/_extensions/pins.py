@@ -40,7 +40,7 @@ from ..errors import ExtensionError, InvalidArgument, OutOfBlocks
 
 
 class PinState(Plain):
-    """The state of a pin."""
+    """The states of a pin (docs/lifecycle.md)."""
 
     NEW = "new"
     HELD = "held"

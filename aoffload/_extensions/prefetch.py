@@ -23,7 +23,7 @@ from .transfers import CacheTransfer, CacheTransfers, CacheTransferState
 
 @dataclass(slots=True, eq=False, repr=False)
 class Prefetch(CacheTransfer):
-    """A load for a prompt that no request waits for."""
+    """A copy of a prompt from the host to the device, before a request needs it. Returned by `transfers.prefetch`."""
 
     num_blocks: int = 0
     """Device blocks that the prefetch has taken. They count toward `max_prefetch_share` while it is under way."""
@@ -33,7 +33,7 @@ class Prefetch(CacheTransfer):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Demotion(CacheTransfer):
-    """A move of a prompt from the device to the host."""
+    """A move of a prompt from the device to the host. Returned by `transfers.demote`."""
 
     num_blocks: int = 0
     """Device blocks that the demotion has freed."""

@@ -33,7 +33,7 @@ from ..errors import InvalidArgument
 
 
 class CacheTransferState(Plain):
-    """The state of a cache transfer."""
+    """The states of a prefetch, a demotion or a fetch (docs/lifecycle.md)."""
 
     NEW = "new"
     MOVING = "moving"
@@ -76,7 +76,7 @@ class CacheTransfer:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Fetch(CacheTransfer):
-    """Copies from the tiers below the host into the host."""
+    """A copy of a prompt from the tiers below the host into host memory. Returned by `fetches.fetch`."""
 
     for_request: LedgerRequest | None = None
     """The request that waits for the fetch; None if no request waits yet."""

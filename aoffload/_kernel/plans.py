@@ -93,7 +93,7 @@ class Completion:
 
 
 class Answer(enum.Enum):
-    """The answer of a match."""
+    """The answer of a match: whether a request has a hit."""
 
     HIT = "hit"
     MISS = "miss"

@@ -46,7 +46,7 @@ class Outcome(Plain):
 
 
 class RequestState(Plain):
-    """The state of a request."""
+    """The states of a request (docs/lifecycle.md)."""
 
     QUEUED = "queued"
     """The request is created, and not matched yet."""
@@ -69,7 +69,7 @@ class RequestState(Plain):
 
 
 class JobState(Plain):
-    """The state of a copy between two tiers."""
+    """The states of a job, which is one copy (docs/lifecycle.md)."""
 
     QUEUED = "queued"
     LAUNCHED = "launched"

@@ -581,11 +581,11 @@ AnyRuntime: TypeAlias = RuntimeBase[Any, Any]
 class OffloadRuntime(RuntimeBase[Ledger, Request]):
     """An async context manager around the KV cache of one engine. The runtime allocates the device blocks.
 
-    `kv_caches`: a tensor `[num_blocks, ...]`, a sequence or mapping of tensors, or `KVRegion`s, all of one block pool;
-    row 0 is the null block. If the tensors are elsewhere, pass a `transport` in their place. `device_pool` hands out
-    the block ids; by default a free list of the runtime's own. `observers` receive the same events as the log.
-    `extensions` are features that the program adds; a `LowerTier` needs a `transport` with its copies. An engine that
-    has a block pool and a prefix cache itself uses `HostCacheRuntime`.
+    `kv_caches`: a tensor `[num_blocks, ...]`, a sequence or mapping of them, or `KVRegion`s, all of one block pool;
+    row 0 is the null block. `transport` replaces them if the tensors are elsewhere. `device_pool` hands out the block
+    ids; by default a free list of the runtime's own. `observers` receive the same events as the log. `extensions` are
+    features of the program's own; a `LowerTier` needs a `transport` with its copies. An engine that has a block pool
+    and a prefix cache itself uses `HostCacheRuntime`.
     """
 
     _request_class = Request

@@ -26,7 +26,7 @@ class Option:
 
 
 class Chooser(Protocol):
-    """Picks the next step of a run."""
+    """Chooses the next step of a simulation among the steps that are possible."""
 
     def choose(self, step: int, options: Sequence[Option]) -> int:
         """The index of one of `options`. They come oldest first, so a fair loop would always run 0."""

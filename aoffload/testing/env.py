@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 @attrs.define(eq=False)
 class SimulatedEnv(Env):
-    """An `Env` under the control of the scheduler."""
+    """Simulated clock, randomness and threads of a runtime."""
 
     scheduler: Scheduler = attrs.field(kw_only=True)
     delays: random.Random = attrs.field(kw_only=True)

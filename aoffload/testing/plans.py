@@ -60,7 +60,7 @@ class Plan:
 
 @attrs.frozen(kw_only=True)
 class Result:
-    """The end of one run."""
+    """The result of one run of a scenario."""
 
     plan: Plan
     violation: Violation | None

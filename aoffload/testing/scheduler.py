@@ -37,7 +37,7 @@ class Decision:
 
 @attrs.define(eq=False)
 class Scheduler:
-    """Runs ready steps, one at a time, as the chooser picks them."""
+    """Runs the steps of a simulation one at a time, in an order that `chooser` chooses."""
 
     chooser: Chooser
     max_idle_steps: int = 4000

@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class StoreFault(enum.Enum):
-    """The faults, with their meaning as value."""
+    """How a call of a `SimulatedStore` fails. The value of each fault describes it."""
 
     ERROR = "the call fails, and nothing was done"
     LATE_ERROR = "the call fails, and was done"

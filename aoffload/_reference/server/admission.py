@@ -120,7 +120,7 @@ def _gives_way() -> ApiError:
 
 
 class ServerState(enum.Enum):
-    """Whether the server accepts requests."""
+    """Whether the server accepts new requests."""
 
     OPEN = "ok"
     DRAINING = "draining"

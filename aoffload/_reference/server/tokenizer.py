@@ -39,7 +39,7 @@ class Speller(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Turns text into tokens."""
+    """Converts text to tokens, and tokens to text."""
 
     end_token_ids: frozenset[int]
     """Tokens that end an answer and are no part of its text."""
