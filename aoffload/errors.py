@@ -61,8 +61,8 @@ class DuplicateRequest(InvalidArgument):
 
 
 class MissingExtra(AoffloadError, ModuleNotFoundError):  # noqa: N818
-    """An optional package is not installed. `name` is the missing module; `extra` is the extra that installs it. The
-    message says how."""
+    """An optional package is not installed. `name` is the missing module, and `extra` is the extra that installs it.
+    The message has the command to install it."""
 
     def __init__(self, extra: str, module: str, user: str) -> None:
         # vLLM brings this package along, not the other way round.
@@ -72,8 +72,7 @@ class MissingExtra(AoffloadError, ModuleNotFoundError):  # noqa: N818
 
 
 class UnsupportedVersion(AoffloadError, ImportError):  # noqa: N818
-    """The installed version of a package lacks a part that aoffload uses. The message names `version` and what to
-    do."""
+    """The installed version of a package lacks a part that aoffload uses. The message names `version` and a remedy."""
 
     def __init__(self, module: str, version: str, lacks: str, user: str, advice: str) -> None:
         found = f"{module} {version}".rstrip()
@@ -82,7 +81,7 @@ class UnsupportedVersion(AoffloadError, ImportError):  # noqa: N818
 
 
 class OutOfBlocks(AoffloadError):  # noqa: N818
-    """Too few blocks are available. `retryable` tells whether the end of other requests or pins could free enough."""
+    """Too few blocks are available. `retryable`: whether the end of other requests or pins could free enough blocks."""
 
     def __init__(self, num_needed: int, num_available: int, *, retryable: bool, argument: str = "num_tokens") -> None:
         advice = "retry when others have let go" if retryable else "it can never fit"
@@ -113,9 +112,10 @@ class LeaseError(WrongState):
 class ExtensionError(AoffloadError):
     """A hook of an extension has raised an error, called a method of the ledger, or returned an invalid answer.
 
-    The call that raises this error is complete, but all queued copies are discarded, and a request or a pin that the
-    call would have returned has ended. `__cause__` is the original error. `readers` are the requests that `invalidate`
-    would have returned: abort them."""
+    The call that raises this error has made its change, but all queued copies are discarded, and a request or a pin
+    that the call would have returned has ended. `__cause__` is the original error. `readers` are the requests that
+    `invalidate` would have returned: abort them.
+    """
 
     def __init__(self, extension: str, hook: str, problem: str) -> None:
         super().__init__(f"{extension}.{hook} {problem}")
@@ -126,7 +126,7 @@ class ExtensionError(AoffloadError):
 
 class RequestAborted(AoffloadError):  # noqa: N818
     """A request was aborted: in `OffloadRuntime.run` before its function returned, or in an async generator before the
-    request was used again."""
+    next use of the request."""
 
     def __init__(self, request_id: str, reason: str) -> None:
         super().__init__(f"request {request_id} aborted: {reason}")
@@ -152,7 +152,7 @@ class TransferRefused(AoffloadError):  # noqa: N818
 
 
 class DeviceGone(TransferRefused):
-    """A final refusal: the device or one of several ranks is lost, so the transport starts nothing any more."""
+    """The device, or one of several ranks, is lost, so the transport starts nothing any more."""
 
 
 class StoreError(AoffloadError):
@@ -166,7 +166,7 @@ class RegionNotLoaded(AoffloadError):  # noqa: N818
 
 
 class WireError(AoffloadError):
-    """Bytes between the deciding process and a rank that are not a valid frame, or a value that does not fit into a
+    """The deciding process or a rank has received bytes that are not a valid frame, or a value does not fit into a
     frame."""
 
 

@@ -1,4 +1,4 @@
-"""The environment of the runtime: the event loop, and clock, randomness and threads, which a simulator replaces.
+"""The environment of the runtime: the event loop, the clock, randomness and threads. A simulator replaces them.
 
 All differences between asyncio and trio that anyio does not hide are here: a clock and a current task that can be read
 outside of a task, a timer without a task, and a wake-up from any thread.
@@ -38,7 +38,7 @@ class Env:
         return time.monotonic()
 
     def start_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        """Start a daemon thread: a copy that hangs must not keep the process alive."""
+        """Start a daemon thread, so that a copy that hangs does not keep the process alive."""
         thread = threading.Thread(target=target, name=name, daemon=True)
         thread.start()
         return thread
@@ -48,7 +48,7 @@ class Env:
     ) -> Result:
         """Run `function` in a worker thread; returns its result.
 
-        Cancellation by a cancel scope waits for the thread; native task cancellation does not.
+        If a cancel scope cancels the call, the call still waits for the thread. Native task cancellation does not wait.
         """
         return await anyio.to_thread.run_sync(function, limiter=limiter)
 
@@ -61,7 +61,7 @@ class Env:
         return asyncio.get_running_loop().time
 
     def call_at(self, deadline: float, function: Callable[[], None]) -> Callable[[], object]:
-        """Have the running event loop call `function`, which must not raise, at `deadline` on `loop_clock`.
+        """Make the running event loop call `function` when `loop_clock` reaches `deadline`. `function` must not raise.
 
         Returns a function that cancels the call.
         """
@@ -96,9 +96,9 @@ class Env:
         return asyncio.current_task
 
     def loop_waker(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """A function that any thread may call to have the running event loop call `callback` soon.
+        """Returns a function that makes the running event loop call `callback` soon. Any thread may call it.
 
-        It does nothing once the loop has closed: closing the runtime drains the reports until then.
+        The function does nothing once the loop has closed. Closing the runtime drains the reports before that.
         """
         if _in_trio():
             return self._trio_waker(callback)

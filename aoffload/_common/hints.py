@@ -61,7 +61,7 @@ class HintReason(enum.Enum):
     """Why a hint was clipped or rejected."""
 
     NONE = ""
-    """It was accepted as it is."""
+    """The hint was accepted unchanged."""
     TTL_LIMIT = "ttl_limit"
     """The time to live is above `max_hint_pin_s`."""
     NO_ROOM = "no_room"
@@ -79,7 +79,7 @@ class HintReason(enum.Enum):
     MALFORMED = "malformed"
     """A value of the payload has a wrong type, or is out of range."""
     UNKNOWN = "unknown"
-    """The type of the action, its version, or the version of the protocol is not known."""
+    """The action's type, the action's version or the protocol's version is unknown."""
     TOO_MANY_ACTIONS = "too_many_actions"
     NOT_CACHEABLE = "not_cacheable"
     """The KV of the request that carries the hint is not cached at all."""
@@ -125,7 +125,7 @@ class ReturnsHint:
     """The prompt will be requested again, such as after the tool call of an agent."""
 
     in_s: float | None = attrs.field(default=None, validator=attrs.validators.optional(_check_seconds))
-    """Seconds until then. None: unknown."""
+    """Seconds until the prompt is requested again; None if unknown."""
     category: str = attrs.field(default="", validator=_check_category)
     """The kind of the pause, such as the name of the tool. Use few categories: after 150 combinations of category and
     predicted time, the category of a new combination is ignored."""
@@ -153,7 +153,7 @@ def is_hint(value: object) -> TypeGuard[Hint]:
 
 @attrs.frozen
 class GivenHint:
-    """One action of a payload: a hint, or the reason why it is none."""
+    """One action of a payload: its hint, or the reason why the action is ignored."""
 
     verb: HintVerb
     hint: Hint | None

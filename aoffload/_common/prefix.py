@@ -97,28 +97,29 @@ class Root:
     cache_salt: str | bytes | None = attrs.field(default=None, eq=False)
     adapter_key: str | bytes | None = attrs.field(default=None, eq=False)
     weights_epoch: str | None = attrs.field(default="", init=False, eq=False, repr=False)
-    """The weights' epoch of the KV; empty: none was set. Only `under_weights` sets it. None: unknown (`of_digest`)."""
+    """The weights' epoch of the KV. Empty if none was set, None if unknown (`of_digest`). Only `under_weights` sets
+    it."""
     base: Root | None = attrs.field(default=None, init=False, eq=False, repr=False)
-    """The root of the same keys without an epoch; None: it is this one."""
+    """The root of the same keys without an epoch; None if this root has no epoch."""
     digest: bytes = attrs.field(init=False, repr=False)
     """SHA-256 of the encoded keys. It replaces the keys in places where they must not be written, such as a file."""
     hasher: Hasher = attrs.field(init=False, eq=False, repr=False)
-    """The hash state from which every prefix under this root starts: that of `digest`. Copy it, never update it."""
+    """The hash state of `digest`. The hash of every prefix under this root starts from it. Copy it, never update it."""
 
     def __attrs_post_init__(self) -> None:
         self._stand_for(hashlib.sha256(self._encode()).digest())
 
     @classmethod
     def of_digest(cls, digest: bytes) -> Root:
-        """The root with this digest, whose keys are unknown: they are empty here."""
+        """The root with this digest. Its keys are unknown, so they are left empty."""
         found = cls("")
         object.__setattr__(found, "weights_epoch", None)
         found._stand_for(digest)
         return found
 
     def under_weights(self, epoch: str) -> Root:
-        """The root of the same keys for KV of the weights' epoch `epoch`. Empty: the root before any epoch was set,
-        whose digest a disk or a remote store may already have."""
+        """The root of the same keys, for KV of the weights' epoch `epoch`. If `epoch` is empty, the result is the root
+        without an epoch, whose digest a disk or a remote store may already have."""
         base = self.base or self
         if not epoch:
             return base

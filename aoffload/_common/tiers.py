@@ -25,7 +25,7 @@ class Tier(enum.IntEnum):
     HOST = 1
     DISK = 2
     CUSTOM = 3
-    """A tier of the program's own: an extension adds it (`LowerTier`)."""
+    """A tier that the program adds as an extension (`LowerTier`)."""
     REMOTE = 4
 
     __hash__ = int.__hash__  # the default hashes the name each time, in Python

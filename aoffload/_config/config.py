@@ -154,14 +154,15 @@ class OffloadConfig:
     namespace: str = attrs.field(default="", validator=_text)
     """Identifies model, revision and dtype: a prompt never hits blocks of another namespace."""
     weights_epoch: str = attrs.field(default="", validator=_weights_epoch)
-    """The first weights' epoch: the name of the weights with which the engine computes, such as a checkpoint or a step.
-    `weights.set` sets another one. A prompt hits only KV of the present epoch. Empty: none."""
+    """The first weights' epoch: the name of the weights that the engine computes with, such as a checkpoint or a step.
+    `weights.set` sets another one. A prompt hits only KV of the current epoch. Empty: no epoch."""
     store_policy: Any = attrs.field(default="eager", validator=_store_policy)
     """Which computed blocks are copied to host memory, and when: "eager", "lazy", "selective", "off", or a
     `StorePolicy` (docs/policies.md)."""
     window_interval_tokens: int = attrs.field(default=0, validator=_count(0))
-    """Windows are stored at the end of a prompt and where prompts part. A number of tokens, rounded up to whole blocks:
-    also at each multiple of it, so that the second prompt with a prefix hits up to there. 1: all blocks."""
+    """0: window blocks are stored at the end of a prompt and where prompts part. More: they are also stored at each
+    multiple of this number of tokens, rounded up to whole blocks, so that the second prompt with a prefix hits there.
+    1: all are stored."""
     eviction: Any = attrs.field(default="lru", validator=_eviction)
     """Which cached blocks are evicted first: "lru", "learned", a `LearnedEviction`, or a function that returns an
     `EvictionOrder`. The configuration calls the function once to check its result (docs/eviction.md)."""
@@ -171,56 +172,58 @@ class OffloadConfig:
     verify: bool = attrs.field(default=False, validator=_bool)
     """Compute a checksum per block at store and compare it at load. A mismatch is a miss."""
     max_jobs_in_flight: int | None = attrs.field(default=None, validator=attrs.validators.optional(_count(1, 1024)))
-    """Maximum jobs in flight, counted for each link, so that a load never waits for stores. None: 4, or on one GPU as
-    many of the largest jobs as fit in the byte bound, if that is more."""
+    """Maximum jobs in flight on each link. Loads and stores use different links, so no load waits for stores. None: 4,
+    or on one GPU as many of the largest jobs as fit in the byte bound, if that is more."""
     max_bytes_in_flight: int | str | None = None
-    """Maximum bytes in flight, counted for each link. A larger job goes alone. None: 128 MiB, or on one GPU the bytes
-    that its link copies in 20 ms, if that is more."""
+    """Maximum bytes in flight on each link. A larger job goes alone. None: 128 MiB, or on one GPU the bytes that the
+    link copies in 20 ms, if that is more."""
     max_job_bytes: int | str = "32MiB"
     """Larger transfers are split into several jobs."""
     load_timeout_s: float = attrs.field(default=30.0, validator=_seconds)
-    """A request stops waiting for a load after this long and computes instead."""
+    """Seconds after which a request stops waiting for a load and computes instead."""
     fetch_timeout_s: float | None = attrs.field(default=None, validator=_SECONDS_OR_NONE)
-    """A request stops waiting for a fetch from a tier below the host after this long and computes the rest; None:
+    """Seconds after which a request stops waiting for a fetch from a tier below the host and computes the rest. None:
     `load_timeout_s`."""
     prefill_tokens_per_s: float | None = attrs.field(default=None, validator=_SPEED_OR_NONE)
-    """Tokens of a prompt that the engine computes per second. Blocks that would arrive after the engine could have
-    computed them are not fetched. None: measured from the steps."""
+    """Prompt tokens that the engine computes per second. Blocks that would arrive after the engine could have computed
+    them are not fetched. None: measured from the steps."""
     transfer_timeout_s: float = attrs.field(default=120.0, validator=_seconds)
-    """After this time, the destination of a launched job without a completion is quarantined, and its link launches
-    nothing more until it reports."""
+    """Seconds after which a launched job without a completion is given up: its destination is quarantined, and its link
+    launches nothing more until the job reports."""
     store_timeout_s: float | None = attrs.field(default=None, validator=_SECONDS_OR_NONE)
-    """The same for stores; None: `transfer_timeout_s`, but at most 10. A store that hangs keeps its source blocks for
-    this long, and requests may wait for these blocks."""
+    """Seconds after which a store is given up, as with `transfer_timeout_s`. None: `transfer_timeout_s`, but at most
+    10. A store that hangs keeps its source blocks for this long, and requests may wait for these blocks."""
     close_timeout_s: float = attrs.field(default=10.0, validator=_seconds)
-    """How long closing waits for copies in flight before it quarantines them."""
+    """Seconds that closing waits for copies in flight before it quarantines their destinations."""
     slow_wait_s: float | None = attrs.field(default=30.0, validator=_SECONDS_OR_NONE)
-    """A request that waits for blocks this long causes one warning (`slow_wait`). None: never."""
+    """Seconds after which a request that waits for blocks causes one warning (`slow_wait`). None: no warning."""
     slow_step_s: float | None = attrs.field(default=30.0, validator=_SECONDS_OR_NONE)
-    """A step open this long causes one warning (`slow_step`). None: never."""
+    """Seconds after which an open step causes one warning (`slow_step`). None: no warning."""
     pending_timeout_s: float = attrs.field(default=2.0, validator=_seconds)
-    """With a `HostCache`: how long a match is PENDING because another request loads the same block. After that, the
-    request loads the block itself."""
+    """With a `HostCache`: seconds that a match stays PENDING because another request loads the same block. After that,
+    the request loads the block itself."""
     max_pinned_share: float = attrs.field(default=0.5, validator=_share)
     """Maximum share of each tier's blocks that pins may hold. Blocks held by requests and transfers do not count."""
     max_hint_pinned_share: float = attrs.field(default=0.25, validator=_share)
-    """Maximum share of each tier's blocks that pins of hints may hold. Keep it below `max_pinned_share`, which counts
-    these pins, too, and is the limit for the pins of the program."""
+    """Maximum share of each tier's blocks that pins of hints may hold. Keep it below `max_pinned_share`, because that
+    limit counts the pins of hints and the pins of the program together."""
     max_hint_pin_s: float = attrs.field(default=3600.0, validator=_seconds)
-    """The longest time to live of a pin of a hint."""
+    """Maximum time to live of a pin of a hint."""
     max_prefetch_share: float = attrs.field(default=0.25, validator=_share)
     """Maximum share of the device's blocks that prefetches under way may take."""
     disk: DiskTier | None = attrs.field(default=None, validator=_kind_or_none(DiskTier))
-    """Keeps the blocks that the host evicts, also over a restart. None: no disk. Needs a `namespace`."""
+    """The disk tier. It keeps the blocks that the host evicts, also over a restart. None: no disk. Needs a
+    `namespace`."""
     max_fetch_share: float = attrs.field(default=0.25, validator=_share)
     """Maximum share of the host's blocks that fetches from the disk or the remote store under way may take."""
     remote: RemoteTier | None = attrs.field(default=None, validator=_kind_or_none(RemoteTier))
-    """A store that other processes use, too. Blocks that were requested twice are stored there. None: no remote store.
-    Needs a `namespace`, and groups with full attention."""
+    """The remote tier: a store that other processes use, too. Blocks that were requested twice are stored there. None:
+    no remote store. Needs a `namespace`, and groups with full attention."""
     max_quarantined_share: float = attrs.field(default=0.25, validator=_share)
-    """With a `HostCache`: share of the engine's blocks in quarantine above which nothing is loaded any more."""
+    """With a `HostCache`: maximum share of the engine's blocks in quarantine. Above it, nothing is loaded."""
     quotas: Quotas | None = attrs.field(default=None, validator=_quotas_or_none)
-    """Floors and ceilings of tenants in the host and on the disk, by `cache_salt`. None: all share everything."""
+    """Floors and ceilings of tenants in the host and on the disk, by `cache_salt`. None: all tenants share all
+    blocks."""
 
     def __attrs_post_init__(self) -> None:
         if not self.groups:
@@ -263,17 +266,18 @@ class OffloadConfig:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], **arguments: Any) -> Self:
-        """The configuration in a TOML file, whose keys are the fields; `arguments` replace its settings.
+        """Read the configuration from a TOML file whose keys are the fields. `arguments` replace settings of the file.
 
-        A group is a table with `name`, `block_size`, and `window` or `chunk` unless it is full attention; with `rows`,
-        the blocks of a checkpoint, its layers have a recurrent state. `ConfigError` names the key and the file, also if
-        a key is unknown or the file cannot be read.
+        A group is a table with `name` and `block_size`, and with `window` or `chunk` unless it has full attention. A
+        group with a recurrent state has `rows`, the number of blocks of a checkpoint. `ConfigError` names the key and
+        the file, also if a key is unknown or the file cannot be read.
         """
         return read_file(path, cls).build(cls, arguments)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **arguments: Any) -> Self:
-        """The configuration in environment variables: `AOFFLOAD_` and the name of the field in capitals.
+        """Read the configuration from environment variables. Their names are `AOFFLOAD_` and the field's name in
+        capitals.
 
         `arguments` replace variables, and variables replace settings of the file that `AOFFLOAD_CONFIG_FILE` names. A
         list of groups is written as in such a file. `environ` replaces `os.environ`. `ConfigError` names the variable.
@@ -320,6 +324,6 @@ class OffloadConfig:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Maximum bytes in flight of a link. `link_of` raises it for a fast link if `max_bytes_in_flight` is None."""
+        """Maximum bytes in flight on a link. `link_of` raises it for a fast link if `max_bytes_in_flight` is None."""
         given = self.max_bytes_in_flight
         return BYTES_IN_FLIGHT if given is None else parse_bytes("max_bytes_in_flight", given)

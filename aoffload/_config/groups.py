@@ -40,8 +40,7 @@ class AttentionKind(Protocol):
 
     Every token has its own KV, in the block at its position. A block is needed if one of its tokens is read, and a
     later token never reads further back. `KVCacheGroup` refuses kinds that break these rules; all rules are in the
-    docstring of this module. `RecurrentState` alone is treated apart. Groups whose kinds are equal (`==`) form one
-    component.
+    docstring of this module. Only `RecurrentState` is exempt. Groups whose kinds are equal (`==`) form one component.
     """
 
     def required_blocks(self, hit_end: int, block_size: int) -> range:
@@ -50,7 +49,7 @@ class AttentionKind(Protocol):
         ...
 
     def free_end(self, hit_end: int) -> int:
-        """The last token, at most `hit_end`, at which no earlier block is needed."""
+        """The last token up to `hit_end` at which no earlier block is needed."""
         ...
 
 
@@ -167,8 +166,8 @@ class RecurrentState:
     `KVCacheGroup.num_rows` blocks, and `KVCacheGroup.block_size` divides its position."""
 
     def required_blocks(self, hit_end: int, block_size: int) -> range:
-        """The block that ends at token `hit_end`: the place of the checkpoint of `hit_end`. Empty if no block ends
-        there, because there is no checkpoint then."""
+        """The block that ends at token `hit_end`, where the checkpoint of `hit_end` belongs. Empty if no block ends
+        there, because then there is no checkpoint."""
         last = hit_end // block_size
         return range(last if hit_end % block_size or not last else last - 1, last)
 

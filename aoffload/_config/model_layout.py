@@ -64,8 +64,8 @@ class RegionSpec:
     """A region that a model needs, described by one of its blocks on one rank."""
 
     name: str
-    """`layer 0 keys and values`; with several groups `slot 0 keys and values`, which the first layers of all groups
-    share."""
+    """The name, such as `layer 0 keys and values`. With several groups: `slot 0 keys and values`, because the first
+    layers of all groups share slot 0."""
     shape: tuple[int, ...]
     """The shape of a block. In a group with other heads, the same bytes have another shape: see `views`."""
     dtype: str
@@ -74,7 +74,7 @@ class RegionSpec:
     views: tuple[LayerView, ...]
     """The layers that store in a block: one view for each group, or several in a packed block."""
     num_replicas: int = 1
-    """The number of tensor parallel ranks that hold the same bytes: 2 if 8 ranks share 4 KV heads."""
+    """The number of tensor parallel ranks that hold the same bytes, such as 2 if 8 ranks share 4 KV heads."""
     is_replicated: bool = False
     """Whether there are several ranks and all hold the same bytes, such as the latents of MLA."""
 
@@ -115,19 +115,20 @@ class ModelLayout:
 
     model_type: str
     groups: tuple[KVCacheGroup, ...]
-    """For `OffloadConfig(groups=...)`."""
+    """The groups, for `OffloadConfig(groups=...)`."""
     layers: tuple[tuple[int, ...], ...]
     """The layers of each group."""
     regions: tuple[RegionSpec, ...]
-    """All must be given to a runtime, because a block id names a row in each of them: `KVRegion.of_model`."""
+    """The regions. Give all of them to a runtime (`KVRegion.of_model`), because a block id names a row in each of
+    them."""
     tensor_parallel_size: int
     fingerprint: str
-    """Text for `OffloadConfig.namespace`, beside the name of the weights. It changes with everything here that decides
-    the bytes of a block or of a checkpoint: dtypes, scales, layout, block size, windows, head sizes, shapes of states,
-    tensor parallel size."""
+    """Text for `OffloadConfig.namespace`, in addition to the name of the weights. It covers everything here that
+    decides the bytes of a block or of a checkpoint: dtypes, scales, layout, block size, windows, head sizes, shapes of
+    states, tensor parallel size."""
     states: tuple[StateView, ...] = ()
-    """The tensors of a checkpoint, one after the other. Block `i` of a checkpoint holds the bytes from
-    `i * block_bytes` on, and within it the regions hold them in order. The last block is not full."""
+    """The tensors of a checkpoint, one after the other. Block `i` of a checkpoint holds its bytes from `i *
+    block_bytes` on. The regions hold the bytes of a block in order. The last block is not full."""
 
     @property
     def state_bytes(self) -> int:
@@ -141,8 +142,8 @@ class ModelLayout:
 
     @property
     def num_replicas(self) -> int:
-        """The number of consecutive ranks that hold the same bytes in every region: for `RankTransport`, which then
-        stores them once."""
+        """The number of consecutive ranks that hold the same bytes in every region. Pass it to `RankTransport`, which
+        then stores these bytes once."""
         return math.gcd(*(region.num_replicas for region in self.regions))
 
     @property
@@ -165,19 +166,22 @@ def groups_of(
 ) -> ModelLayout:
     """The groups and regions of a model, from its config.json.
 
-    `config`: the parsed config.json, the path of it or of its directory, or a configuration of transformers.
-    `block_size`: tokens of a block in the kind of layer that stores the most bytes a token, by default 16. Other kinds
-    of layers have blocks of a multiple of it. For DeepSeek V4: tokens of a block of compressed latents, by default 256;
-    its other blocks are shorter. `dtype`: "auto" (that of the weights), "bfloat16", "float16", "float32", "fp8_e4m3",
-    "fp8_e5m2", "int8", or "fp8_ds_mla" (latents in rows that hold their scales). `scales`: "auto", "none",
-    "per_tensor", "per_token_head" (a region of float32) or "in_row". `layout`: "NHD" (tokens before heads) or "HND".
-    `tensor_parallel_size`: the number of ranks among which KV heads, and the heads of recurrent layers, are divided.
-    `state_dtype`: of recurrent states, "float32", "bfloat16" or "float16"; "auto": that of `mamba_ssm_dtype` or
-    `mamba_ssm_cache_dtype` in the config, else float32. The inputs of convolutions have the dtype of the model.
+    - `config`: the parsed config.json, the path of the file or of its directory, or a configuration of transformers.
+    - `block_size`: tokens per block, for the kind of layer that stores the most bytes per token; by default 16. Blocks
+      of other kinds hold a multiple of it. For DeepSeek V4: tokens per block of compressed latents, by default 256; its
+      other blocks are shorter.
+    - `dtype`: "auto" (that of the weights), "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "int8", or
+      "fp8_ds_mla" (latents in rows that hold their scales).
+    - `scales`: "auto", "none", "per_tensor", "per_token_head" (a region of float32) or "in_row".
+    - `layout`: "NHD" (tokens before heads) or "HND".
+    - `tensor_parallel_size`: the number of ranks among which KV heads, and the heads of recurrent layers, are divided.
+    - `state_dtype`: the dtype of recurrent states: "float32", "bfloat16" or "float16". "auto": that of
+      `mamba_ssm_dtype` or `mamba_ssm_cache_dtype` in the config, else float32. The inputs of convolutions have the
+      dtype of the model.
 
-    `ConfigError` names the argument that is wrong. For `config` it names the reason: a recurrent state of unknown
-    shape, an encoder, or a field that decides what is cached and is not understood for this type of model. Nothing is
-    read but the configuration.
+    `ConfigError` names the wrong argument. For `config`, it gives the reason: a recurrent state of unknown shape, an
+    encoder, or a field that decides what is cached and is not understood for this type of model. Only the configuration
+    is read.
     """
     if block_size is not None:
         check_int("block_size", block_size, 1, MAX_BLOCK_SIZE, ConfigError)

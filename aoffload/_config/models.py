@@ -19,11 +19,12 @@ READ_BYTES = 2**20
 
 def fingerprint(model_dir: str | os.PathLike[str]) -> str:
     """SHA-256, as 64 hexadecimal digits, over names, sizes and contents of the weights and configurations below
-    `model_dir`. For `OffloadConfig.namespace`: KV of other weights or another configuration is then never used.
+    `model_dir`. In `OffloadConfig.namespace`, it ensures that KV of other weights or another configuration is never
+    used.
 
-    It reads every byte: call it outside of the event loop, or once, and keep the result with the model. A cache built
-    with one more or one less of these files starts empty. `InvalidArgument("model_dir")` if there are no weights, or
-    if a file cannot be read.
+    The function reads every byte. Call it outside of the event loop, or call it once and keep the result with the
+    model. If one of these files is added or removed, the cache starts empty. `InvalidArgument("model_dir")` if there
+    are no weights, or if a file cannot be read.
     """
     try:
         root = Path(model_dir)

@@ -44,15 +44,15 @@ def _field() -> Any:
 class Quota:
     """The limits of one account. Sizes are bytes, or text such as "8GiB". None means no limit, or no floor.
 
-    While any account could lose a block and keep its floor, and has an evictable block, an account at or below its
-    floor loses no block to other accounts. A floor only orders evictions. It reserves no space: other accounts use the
-    space that the account does not need. The cache evicts no blocks that requests, pins or copies hold, in any account.
+    An account at or below its floor loses no block to other accounts while an account above its floor has an evictable
+    block. A floor only orders evictions. It reserves no space: other accounts use the space that the account does not
+    need. In every account, blocks that requests, pins or copies hold are never evicted.
 
     At its ceiling, an account evicts its own blocks first. If too few of them are evictable, the rest of the store is
     skipped.
 
-    `pinned` limits the host memory held by pins of the account, and their memory of the device. `daily_writes` limits
-    the bytes written to the disk for the account within any 24 hours.
+    `pinned` limits the host memory that pins of the account hold, and their device memory to the same number of bytes.
+    `daily_writes` limits the bytes written to the disk for the account within any 24 hours.
     """
 
     name: str = attrs.field(default="", validator=_name)
@@ -105,7 +105,7 @@ def _quota(_: object, attribute: Any, value: object) -> None:
 
 @attrs.frozen
 class Quotas:
-    """The quota of each `cache_salt`, and the one that all other prompts share."""
+    """The quota of each `cache_salt`, and the quota that all other prompts share."""
 
     salts: Mapping[Salt, Quota] = attrs.field(factory=dict, converter=_salts, repr=False)
     default: Quota = attrs.field(default=Quota(), validator=_quota)
@@ -129,7 +129,7 @@ class Quotas:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """How each account is shown, by number."""
+        """The name that is shown for each account, by number."""
         default = self.default.name or DEFAULT
         return (default, *(quota.name or str(number) for number, quota in enumerate(self.salts.values(), 1)))
 

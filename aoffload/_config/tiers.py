@@ -84,12 +84,12 @@ def _seconds(_: object, attribute: Any, value: object) -> None:
 
 @attrs.frozen
 class DiskTier:
-    """A disk tier below host memory, in the directory `path`, which belongs to one process at a time.
+    """A disk tier below host memory, in the directory `path`. Only one process at a time may use the directory.
 
-    `size` (bytes, or text such as "200GiB") is the maximum that it ever takes on the disk, and is allocated at the
-    start. `daily_writes` bounds the bytes that it writes within any 24 hours; None: `size`. On closing, the blocks of
-    host memory that the disk lacks are written for at most `close_flush_s` seconds; 0: none is written then. A start
-    fails if the files are not open within `open_timeout_s`. See docs/disk.md.
+    `size` (bytes, or text such as "200GiB") is the maximum size on the disk, and is allocated at the start.
+    `daily_writes` limits the bytes written within any 24 hours; None: `size`. On closing, the blocks of host memory
+    that the disk lacks are written, for at most `close_flush_s` seconds; 0 writes none. The start fails if the files
+    are not open within `open_timeout_s` seconds. See docs/disk.md.
     """
 
     path: str = attrs.field(converter=_path)
@@ -108,8 +108,8 @@ class DiskTier:
         return self.size_bytes if self.daily_writes is None else parse_bytes("daily_writes", self.daily_writes)
 
     def num_slots(self, block_bytes: int, unit_tokens: int) -> int:
-        """Number of blocks of `block_bytes`, in units of `unit_tokens` tokens, that the disk holds. Raises
-        `ConfigError("size")` if it holds none."""
+        """Number of blocks of `block_bytes` that fit on the disk, in units of `unit_tokens` tokens. Raises
+        `ConfigError("size")` if none fits."""
         return num_slots_in(self.size_bytes, block_bytes, unit_tokens)
 
 
@@ -125,24 +125,24 @@ def cell_units(unit_bytes: int, max_bytes: int = MAX_CELL_BYTES) -> int:
 
 
 class ObjectStore(Protocol):
-    """A store of immutable objects under keys of 32 bytes, which others share.
+    """A store of immutable objects under keys of 32 bytes. Other processes may share it.
 
-    Calls come from several threads at a time and may block, each for about `timeout_s` seconds at most. They raise
-    `StoreError` if they fail; another exception, or an answer of another type, counts as a failure, too. An object may
-    vanish at any time, because the store evicts objects by its own rules.
+    Several threads call the methods at the same time. A call may block for about `timeout_s` seconds at most. A call
+    that fails raises `StoreError`; another exception, or an answer of another type, counts as a failure, too. An object
+    may vanish at any time, because the store evicts objects by its own rules.
     """
 
     def exist(self, keys: Sequence[bytes], timeout_s: float) -> Sequence[bool]:
-        """Whether there is an object for each of the keys, which all belong to one node."""
+        """For each key, whether the store has its object. All keys belong to one node (see `node_of`)."""
         ...
 
     def get(self, key: bytes, timeout_s: float) -> bytes | memoryview | None:
-        """The object; None if there is none. A view is copied before its content is verified, because the store may use
-        its buffer again. `bytes` are not copied."""
+        """The object; None if there is none. The caller copies a view before it verifies the content, because the store
+        may use its buffer again. The caller does not copy `bytes`."""
         ...
 
     def put(self, key: bytes, value: memoryview, timeout_s: float) -> None:
-        """Store an object. If the store can do that, it replaces an older object. After the call, the caller reuses the
+        """Store an object, and replace an older one if the store can do that. After the call, the caller reuses the
         memory of `value`."""
         ...
 
@@ -151,8 +151,9 @@ class ObjectStore(Protocol):
         ...
 
     def node_of(self, key: bytes) -> str:
-        """The part of the store that has this key. If calls to a part fail, that part is disabled for a while. Does not
-        block. Also called in the event loop's thread, where a `KeyboardInterrupt` or `SystemExit` is passed on."""
+        """The name of the node: the part of the store that has this key. If calls to a node fail, the node is disabled
+        for a while. Must not block. Also called in the event loop's thread, where a `KeyboardInterrupt` or `SystemExit`
+        is passed on."""
         ...
 
     def close(self) -> None:
@@ -185,10 +186,12 @@ class RemoteTier:
 
     With a `secret` (at least 16 random bytes, the same for all processes that share the store) objects are encrypted
     and cannot be forged. Without one, a checksum detects accidental damage only, and any writer to the store can change
-    the KV that a model reads. A question to the store takes at most `ask_timeout_s`; a load or store of one cell that
-    takes longer than `load_timeout_s` or `store_timeout_s` has failed. At most `max_write_rate` bytes (a number, or
-    text such as "64MiB") are written per second. One object, a cell, has at most `cell_bytes`: only whole cells hit,
-    and only processes with the same size share cells. See docs/remote.md.
+    the KV that a model reads.
+
+    A query to the store takes at most `ask_timeout_s` seconds. A load or store of one cell fails after `load_timeout_s`
+    or `store_timeout_s` seconds. At most `max_write_rate` bytes (a number, or text such as "64MiB") are written per
+    second. A cell is one object of at most `cell_bytes`. Only whole cells hit, and only processes with the same
+    `cell_bytes` share cells. See docs/remote.md.
     """
 
     store: ObjectStore = attrs.field(validator=_store)
@@ -219,7 +222,7 @@ def _is_bool(_: object, attribute: Any, value: object) -> None:
 
 @attrs.frozen
 class LearnedEviction:
-    """Eviction that learns, in the host and on the disk; `device`: also on the device."""
+    """Learned eviction in the host and on the disk; with `device`, also on the device."""
 
     device: bool = attrs.field(default=False, validator=_is_bool)
 

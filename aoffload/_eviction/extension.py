@@ -20,7 +20,7 @@ from .status import EvictionStatistics
 
 
 class Eviction(LedgerExtension):
-    """`Ledger.eviction` and `HostCache.eviction`, if eviction learns."""
+    """Takes predictions for learned eviction (`Ledger.eviction`, `HostCache.eviction`)."""
 
     learning: Learning
 
@@ -53,12 +53,13 @@ class Eviction(LedgerExtension):
     # -- the verbs ------------------------------------------------------------------------------------------------
 
     def returns(self, prefix: Prefix, *, in_s: float | None = None, category: str = "") -> int:
-        """Predict that `prefix` is requested again in about `in_s` seconds or, without a time, as prompts of `category`
-        are. Returns the number of its tokens that are cached.
+        """Predict that `prefix` is requested again in about `in_s` seconds. Without a time, the prediction is the usual
+        time of prompts with the same `category`. Returns the number of cached tokens of `prefix`.
 
-        The more earlier predictions of about the same time, with the same category, have come true, the more a
-        prediction counts. It pins nothing. A later call for the same prompt replaces it, and a request for the prompt
-        ends it."""
+        A prediction counts more, the more earlier predictions of about the same time and the same category have come
+        true. It pins nothing. A later call for the same prompt replaces the prediction, and a request for the prompt
+        ends it.
+        """
         if in_s is not None:
             in_s = check_time("in_s", in_s)
             if not in_s >= 0:
@@ -66,7 +67,7 @@ class Eviction(LedgerExtension):
         return self._hint(prefix, in_s, category)
 
     def done(self, prefix: Prefix, *, category: str = "") -> int:
-        """Predict that `prefix` is not requested again. Otherwise as `returns`."""
+        """Predict that `prefix` is not requested again. The call otherwise works like `returns`."""
         return self._hint(prefix, NEVER, category)
 
     def _hint(self, prefix: Prefix, in_s: float | None, category: str) -> int:

@@ -16,11 +16,12 @@ class EvictionRule(enum.Enum):
     LRU = "lru"
     """Least recently used first."""
     LEARNED = "learned"
-    """The blocks that are worth least first: the fewest expected hits for the space and the time that they take."""
+    """The least valuable blocks first: those with the fewest expected hits for the space and the time that they
+    take."""
     CHECKPOINTS = "checkpoints"
-    """The order of layouts with a recurrent state, which weighs what each checkpoint saves."""
+    """The order of layouts with a recurrent state. It weighs the computation that each checkpoint saves."""
     OWN = "own"
-    """An order of the program's own."""
+    """An order that the program provides."""
 
 
 _RULES = {EvictionRule.LRU: "the last use", EvictionRule.LEARNED: "what was learned"}
@@ -28,12 +29,12 @@ _RULES = {EvictionRule.LRU: "the last use", EvictionRule.LEARNED: "what was lear
 
 @attrs.frozen
 class TierEviction:
-    """A tier with learned eviction, and the measurements that decide between the learned order and LRU. The guard
+    """A tier with learned eviction, and the measurements that decide between the learned order and LRU. A guard
     simulates both orders, and the tier uses the order with more hits. Older hits count less."""
 
     tier: Tier
     rule: EvictionRule
-    """LEARNED, or LRU."""
+    """The order in use: LEARNED or LRU."""
     learned_hits: float
     lru_hits: float
     num_switches: int
@@ -46,21 +47,21 @@ class TierEviction:
 
 @attrs.frozen
 class BucketStatistics:
-    """What was learned about prompts with one kind of hint, or without one. Older requests count less."""
+    """Statistics about prompts with one kind of hint, or without a hint. Older requests count less."""
 
     category: str
-    """The category of the hints; empty if they name none."""
+    """The category that the hints name; empty if they name none."""
     predicted_s: float | None
-    """The time that the hints predict, up to a factor of 1.3; infinite if they predict no return. None: they predict
-    no time, or there was no hint."""
+    """Seconds until the return that the hints predict, up to a factor of 1.3; infinity if they predict no return. None
+    if they predict no time, or without a hint."""
     num_requests: int | None
     """For prompts without a hint, the number of their requests: 1, 2, or 3 for 3 or more. Otherwise None."""
     num_tokens: float
-    """Tokens that became idle."""
+    """Tokens of these prompts that became idle."""
     returned: float
-    """The share of them that returned."""
+    """Share of the idle tokens that were requested again."""
     median_s: float | None
-    """The median time until they returned. None: none has returned."""
+    """Median seconds until idle tokens were requested again. None if none was."""
 
 
 @attrs.frozen
@@ -69,9 +70,9 @@ class EvictionStatistics:
 
     tiers: tuple[TierEviction, ...]
     buckets: tuple[BucketStatistics, ...]
-    """Those that have seen prompts: whether hints come true."""
+    """The buckets that have seen prompts. They show whether hints come true."""
     num_remembered_runs: int
-    """Stretches of prompts whose requests are counted."""
+    """Stretches of prompts for which requests are counted."""
     num_remembered_bytes: int
     """Approximate memory that these counts use in this process."""
 

@@ -118,9 +118,9 @@ class LedgerStatistics:
     num_jobs: int
     num_late_completions: int
     num_pins: int
-    """Pins of `Pins.hold` that are held. The leases of requests do not count."""
+    """Pins of `Pins.hold` that are held now. The leases of requests do not count."""
     loads_paused: bool
-    """True if a `HostCache` loads nothing, because more than `max_quarantined_share` of the blocks are in
+    """Whether a `HostCache` loads nothing, because more than `max_quarantined_share` of the blocks are in
     quarantine."""
     disk: TierStatistics | None
     """None without a disk."""
@@ -135,11 +135,11 @@ class LedgerStatistics:
     weights_epoch: str
     """The weights' epoch; empty if none is set."""
     num_weights_changes: int
-    """Times that another weights' epoch was set."""
+    """Number of changes of the weights' epoch."""
     quotas: tuple[AccountStatistics, ...]
-    """Each account, the default one first. Empty without quotas."""
+    """The account of each salt, after the default account. Empty without quotas."""
     hints: HintStatistics | None
-    """The answers to the hints of `Hints.apply`. None before the first one."""
+    """The answers to the hints of `Hints.apply`. None before the first hint."""
 
 
 class AnyLedger(CacheBase):
@@ -170,7 +170,7 @@ class AnyLedger(CacheBase):
 
     @property
     def hints(self) -> Hints:
-        """Do what clients say about the future of their prompts."""
+        """Act on hints: what clients say about the future of their prompts."""
         return self.add_once(Hints, Hints)
 
     @property
@@ -190,12 +190,12 @@ class AnyLedger(CacheBase):
 
     @property
     def disk(self) -> DiskExtension:
-        """Plan the stores of the disk. `ConfigError("disk")` without one."""
+        """Plan the stores of the disk. `ConfigError("disk")` without a disk."""
         return self._needed(DiskExtension, "disk")
 
     @property
     def remote(self) -> RemoteExtension:
-        """Plan the stores of the remote tier. `ConfigError("remote")` without one."""
+        """Plan the stores of the remote tier. `ConfigError("remote")` without a remote tier."""
         return self._needed(RemoteExtension, "remote")
 
     @property
@@ -208,7 +208,7 @@ class AnyLedger(CacheBase):
     # -- verbs that differ ----------------------------------------------------------------------------------------
 
     def loadable(self, request: Any, max_tokens: int | None = None) -> Loadable | None:
-        """The load that `plan_load` would plan now. None: there is nothing to load, or the load was planned before."""
+        """See `Ledger.loadable`."""
         raise NotImplementedError
 
     # -- reports and checks ---------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class AnyLedger(CacheBase):
 
     @property
     def loads_paused(self) -> bool:
-        """Whether nothing is loaded, because too many of an engine's blocks are in quarantine."""
+        """Whether loads are paused, because too many of an engine's blocks are in quarantine."""
         return False
 
     def statistics(self) -> LedgerStatistics:
@@ -278,16 +278,15 @@ def check_ledger(name: str, value: object) -> AnyLedger:
 
 
 class Ledger(AnyLedger, CoreLedger):
-    """Decides which block holds which KV and which requests may use it. The kernel has the basic verbs; the features
-    have theirs on handles.
+    """Decides which block holds which KV and which requests may use it. Its methods are the basic verbs. Each further
+    feature has its verbs on a handle, such as `pins`.
 
     `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `block_bytes` is the size of
     one block over all regions; it only bounds bytes in flight and per job, and converts `host_bytes` to blocks.
 
     The ledger allocates the device blocks. For an engine that has its own block pool and prefix cache, use a
-    `HostCache` instead. `clock` counts seconds, such as `time.monotonic`. Learned eviction, the daily writes
-    of quotas and the ages in the reports go by it.
-    `extensions`: the program's own features (docs/extending.md).
+    `HostCache` instead. `clock` counts seconds, such as `time.monotonic`. Learned eviction, the daily writes of quotas
+    and the ages in reports use it. `extensions`: features that the program adds (docs/extending.md).
     """
 
     def __init__(
@@ -344,7 +343,7 @@ class Ledger(AnyLedger, CoreLedger):
 
     @property
     def writes_back(self) -> bool:
-        """Whether there is a `write_back`."""
+        """Whether the store policy has a watermark."""
         return self.find(WriteBack) is not None
 
     @property
@@ -353,7 +352,8 @@ class Ledger(AnyLedger, CoreLedger):
         return len(self.admission.queue.extending) + len(self.admission.queue.allocating)
 
     def loadable(self, request: LedgerRequest, max_tokens: int | None = None) -> Loadable | None:
-        """The load that `plan_load` would plan now. None: there is nothing to load, or the load was planned before."""
+        """The load that `plan_load` would plan now. None if there is nothing to load, or if the load was planned
+        before."""
         return loadable(self, request, max_tokens)
 
     def check_integrity(self) -> None:

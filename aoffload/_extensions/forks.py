@@ -39,12 +39,12 @@ class Fork:
 
     request: LedgerRequest
     copies: tuple[tuple[int, int], ...]
-    """Pairs of device blocks (source, destination): the blocks that are not full, and blocks that could not be
-    shared."""
+    """Pairs of device blocks (source, destination) to copy: the blocks that are not full, and the blocks that could not
+    be shared."""
 
 
 class Forks(LedgerExtension):
-    """`Ledger.forks`."""
+    """Starts requests that share the blocks of others (`Ledger.forks`)."""
 
     def __init__(self) -> None:
         self._origins: dict[LedgerRequest, dict[LedgerRequest, int]] = {}
@@ -69,10 +69,9 @@ class Forks(LedgerExtension):
         return self._shared_stop(request) * self._cache.layout.unit_tokens
 
     def fork(self, request: LedgerRequest, request_id: str | None = None, *, num_tokens: int = 0) -> Fork:
-        """Start another request with the present tokens of `request`. It is RUNNING from the start. The fork shares the
-        full blocks; the engine copies the other blocks (`Fork.copies`). It gets blocks for `num_tokens`, or for all
-        known tokens if there are more of them. `OutOfBlocks` changes nothing.
-        """
+        """Start another request with the present tokens of `request`. The fork is RUNNING from the start. It shares the
+        full blocks; the engine copies the others (`Fork.copies`). The fork gets blocks for `num_tokens`, or for all
+        known tokens if there are more. If `OutOfBlocks` is raised, nothing has changed."""
         ledger = self._ledger
         require(ledger.own(request), "fork", State.RUNNING)
         self._check(request)

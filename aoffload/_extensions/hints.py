@@ -76,7 +76,7 @@ class HintOutcome(enum.Enum):
     CLIPPED = "clipped"
     """Accepted for a shorter time, or for fewer tokens."""
     REJECTED = "rejected"
-    """Nothing has changed."""
+    """The hint has changed nothing."""
 
 
 @attrs.frozen
@@ -88,17 +88,17 @@ class HintAnswer:
     reason: HintReason = HintReason.NONE
     """NONE if the outcome is ACCEPTED."""
     num_tokens: int = 0
-    """A number of tokens of the prompt. For a pin: the leading tokens that are pinned, now or when stores under way
-    land. For a prefetch: those after the hit that are brought up. For a demotion: those that leave their tier. For
-    `returns` and `done`: those that are cached. If the hint only ended pins: those that were pinned. 0 if it was
-    rejected."""
+    """Number of tokens of the prompt, by the kind of hint. Pin: the leading tokens that are pinned, now or when stores
+    under way land. Prefetch: the tokens after the hit that are brought up. Demotion: the tokens that leave their tier.
+    `returns` and `done`: the cached tokens. A hint that only ended pins: the tokens that were pinned. Rejected hint:
+    0."""
     action_id: str = ""
     """The id of the action that carried the hint; empty if it had none."""
     plans: tuple[TransferPlan, ...] = attrs.field(default=(), eq=False, repr=False)
-    """The copies to launch. A runtime has launched them."""
+    """The copies to launch. If a runtime gave the answer, it has launched them."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The answer as a client gets it, for JSON."""
+        """The answer as a dict for JSON, as a client gets it."""
         return {
             "action_id": self.action_id,
             "verb": self.verb.value,
@@ -123,7 +123,7 @@ AnswerKey = tuple[HintVerb, HintOutcome, HintReason]
 
 @attrs.frozen
 class HintStatistics:
-    """The answers to hints so far, and the pins of hints that are held."""
+    """The answers to hints so far, and the number of pins that hints hold."""
 
     num_pins: int
     answers: Mapping[AnswerKey, int]
@@ -149,7 +149,7 @@ class _HintPin:
 
 
 class Hints(LedgerExtension):
-    """`Ledger.hints` and `HostCache.hints`."""
+    """Acts on hints about prompts (`Ledger.hints`, `HostCache.hints`)."""
 
     def __init__(self) -> None:
         self._given: list[_HintPin] = []
@@ -164,8 +164,8 @@ class Hints(LedgerExtension):
     # -- the verbs ------------------------------------------------------------------------------------------------
 
     def apply(self, prefix: Prefix, hint: Hint, now: float, *, action_id: str = "") -> HintAnswer:
-        """Do what `hint` says about `prefix`, at the time `now`, by the same clock as the times that the caller passes
-        to `lapse`. Launch the `plans` of the answer. Call `lapse` in time (`next_lapse`), because it ends pins."""
+        """Act on `hint` about `prefix`. `now` is the time by the same clock as the times that the caller passes to
+        `lapse`. Launch the `plans` of the answer. Call `lapse` in time (`next_lapse`), because it ends pins."""
         sequence = self._ledger.sequence_of(prefix)
         if not is_hint(hint):
             raise InvalidArgument("hint", f"must be a PinHint or another hint, got {shown(hint)}")
@@ -185,7 +185,7 @@ class Hints(LedgerExtension):
         return self.answered(attrs.evolve(answer, action_id=action_id))
 
     def apply_all(self, prefix: Prefix, given: Sequence[GivenHint], now: float) -> tuple[HintAnswer, ...]:
-        """`apply` for each action of a payload (`read_hints`), in their order. An action that is no hint is rejected
+        """Call `apply` for each action of a payload (`read_hints`), in order. An action that is no hint is rejected
         with its reason."""
         return tuple(
             [
@@ -195,12 +195,12 @@ class Hints(LedgerExtension):
         )
 
     def reject(self, given: GivenHint, reason: HintReason | None = None) -> HintAnswer:
-        """Count an action that is not applied. `reason`: None for that of the action itself."""
+        """Count and report an action that is not applied. If `reason` is None, the action's own reason counts."""
         reason = given.reason if reason is None else reason
         return self.answered(HintAnswer(given.verb, HintOutcome.REJECTED, reason, action_id=given.action_id))
 
     def answered(self, answer: HintAnswer) -> HintAnswer:
-        """Count and report an answer, such as one that a caller gives itself."""
+        """Count and report an answer, also one that the caller has made itself."""
         self._answers[answer.verb, answer.outcome, answer.reason] += 1
         self._moves.note(HintAnswered(answer.verb, answer.outcome, answer.reason, answer.num_tokens))
         self._ledger.end_call()

@@ -49,7 +49,7 @@ from ..errors import CommitError
 
 
 class Invalidation(LedgerExtension):
-    """`Ledger.invalidation`."""
+    """Withdraws wrong KV (`Ledger.invalidation`)."""
 
     def __init__(self) -> None:
         self._read_before: dict[LedgerRequest, int] = {}
@@ -69,8 +69,8 @@ class Invalidation(LedgerExtension):
 
         Drops the generated tokens after `from_token`, because that forward or a later one sampled them. Returns the
         other requests that may have read the wrong KV; abort them. If `request` itself comes first in the result, abort
-        it, too: it cannot compute again, because the units have left its window, because its recurrent state is that of
-        a later token, or because other requests still read its blocks and it cannot get fresh ones.
+        it, too: it cannot compute again. The reason is one of three: the units have left its window, its recurrent
+        state is that of a later token, or other requests still read its blocks and it cannot get fresh ones.
         """
         ledger = self._ledger
         require(ledger.own(request), "invalidate", State.RUNNING)

@@ -17,7 +17,7 @@ from .watermark import EvictionWatermark
 
 
 class WriteBack(LedgerExtension):
-    """`Ledger.write_back`."""
+    """Stores blocks that are about to be evicted (`Ledger.write_back`)."""
 
     def __init__(self, policy: StorePolicy) -> None:
         self._policy = policy

@@ -66,21 +66,21 @@ class LoadOffer:
     """Bytes to copy for these units."""
     unit_tokens: int
     rest_tokens: int
-    """Tokens after the hit, which are computed in any case."""
+    """Tokens after the hit. They are computed in any case."""
     tokens_per_s: float | None
-    """Speed of computing; None: not known."""
+    """Computing speed; None if unknown."""
     queued_tokens: int = 0
-    """Tokens to compute before those of this request."""
+    """Tokens that are computed before the tokens of this request."""
     bytes_per_s: float | None = None
-    """Speed of the link in its last measurement, or less if the copies in flight show less; None: not known."""
+    """Speed of the link at its last measurement, or a lower speed if the copies in flight show it; None if unknown."""
     queued_bytes: int = 0
-    """Bytes to copy before this load."""
+    """Bytes that are copied before this load."""
     latency_s: float = 0.0
-    """Time of a copy in addition to the time of its bytes."""
+    """Seconds that a copy takes in addition to the time for its bytes."""
     age_s: float = 0.0
     """Seconds since the last measurement of the link."""
     left_s: float | None = None
-    """Seconds until the deadline of the request; None: it has none."""
+    """Seconds until the deadline of the request; None if it has no deadline."""
 
     @property
     def arrives_s(self) -> float:
@@ -91,7 +91,7 @@ class LoadOffer:
         return self.latency_s + (self.queued_bytes + self.num_bytes) / self.bytes_per_s
 
     def first_token_s(self, num_units: int) -> float:
-        """Seconds until the first token if `num_units` are loaded. A time that is not known counts as 0."""
+        """Seconds until the first token if `num_units` are loaded. An unknown time counts as 0."""
         arrived_s, speed = self.arrives_s if num_units else 0.0, self.tokens_per_s
         if not speed:
             return arrived_s
@@ -109,8 +109,8 @@ class LoadChoice(Protocol):
 
 
 class CostChoice:
-    """Loads the hit if loading costs no more than computing it. If the request has a deadline that only one of the two
-    meets, that one is chosen. Now and then a slow link is probed with a small load."""
+    """Loads the hit if loading costs no more than computing it. If a deadline of the request can be met by only one of
+    the two, the choice is that one. Now and then, a slow link is probed with a small load."""
 
     def stop(self, offer: LoadOffer) -> int:
         num_units, tokens_per_s, bytes_per_s = offer.num_units, offer.tokens_per_s, offer.bytes_per_s

@@ -56,15 +56,15 @@ OVERLAP_MOVES: Mapping[State, frozenset[State]] = {
 
 @dataclass(slots=True, eq=False, repr=False)
 class LoadOverlap:
-    """A step that began before the load of its request was over, and the block tables that it assumes."""
+    """A step that began before the load of its request was over, and the block tables that the step assumes."""
 
     request: LedgerRequest
     stop: int
     """The step assumes that the load succeeds up to this unit."""
     num_tokens: int
-    """`stop` in tokens."""
+    """The number of tokens up to unit `stop`."""
     tables: tuple[array[int], ...]
-    """The block tables up to unit `stop` as the step assumes them, one per component."""
+    """The block tables up to unit `stop` that the step assumes, one per component."""
     state: OverlapState = OverlapState.NEW
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class LoadOverlap:
 
 @attrs.frozen
 class OverlapMoved(Event):
-    """A step overlaps a load, or the overlap was confirmed, invalid or acknowledged."""
+    """An overlap has begun, or was confirmed, found invalid, or acknowledged."""
 
     overlap: LoadOverlap
     old: OverlapState
@@ -101,9 +101,9 @@ class Overlap(LedgerExtension):
 
     @contextmanager
     def step(self, requests: Iterable[LedgerRequest], arriving: Iterable[LedgerRequest]) -> Iterator[None]:
-        """Like `Ledger.step`, for `requests` and `arriving`. For requests in `arriving`, the forward overlaps a load:
-        see `block_ids`. If the load falls short, the tokens that the forward computed cannot be committed. If the load
-        of such a request is over already, the request is handled like one in `requests`."""
+        """Like `Ledger.step`, for `requests` and `arriving`. For a request in `arriving`, the forward may run before
+        its load is over: see `block_ids`. If the load falls short, the tokens that the forward computed cannot be
+        committed. If the load is over already, the request is handled like one in `requests`."""
         held, arrived = as_tuple("requests", requests, "LedgerRequest"), as_tuple("arriving", arriving, "LedgerRequest")
         for request in held:
             require(self._ledger.own(request), "step", RequestState.ALLOCATED, RequestState.RUNNING)
@@ -130,15 +130,15 @@ class Overlap(LedgerExtension):
 
     def begin_again(self, request: LedgerRequest) -> int | None:
         """The first token to compute again in a new step, because the load has not brought all blocks that an
-        overlapping step assumed. None: nothing to compute again. After an invalid overlap, commits are refused until
-        you call this and begin a new step."""
+        overlapping step assumed. None if nothing has to be computed again. After an invalid overlap, commits are
+        refused until you call this method and begin a new step."""
         require(self._ledger.own(request), "begin_again", RequestState.RUNNING)
         self._acknowledge(request)
         self._ledger.moves.report()
         return self._first_invalid_token(request)
 
     def first_invalid_token(self, request: LedgerRequest) -> int | None:
-        """The result of `begin_again`, but without its effect: commits stay refused."""
+        """The same token as `begin_again` returns. This property changes nothing: commits stay refused."""
         return self._first_invalid_token(self._ledger.own(request))
 
     # -- hooks ----------------------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ PIN_MOVES: Mapping[State, frozenset[State]] = {
 
 @dataclass(slots=True, eq=False, repr=False)
 class Pin:
-    """A pin of `Pins.hold`. It ends by `release`, at its deadline, by `drop`, by a reset, or because it yields."""
+    """A pin of `Pins.hold`. It ends by `release`, by `drop`, by a reset, at its deadline, or by yielding to a
+    request."""
 
     pin_id: int
     sequence: TokenSequence
@@ -71,10 +72,10 @@ class Pin:
     ledger: Any
     state: PinState = PinState.NEW
     match: PrefixMatch = NO_MATCH
-    """The cached prefix that it pins, or has pinned."""
+    """The cached prefix that the pin protects, or has protected."""
     leases: list[Lease] = field(default_factory=list)
     since_s: float = 0.0
-    """The time at which it entered its state; 0 if the ledger has no clock."""
+    """The time at which the pin entered its state; 0 if the ledger has no clock."""
 
     def __repr__(self) -> str:
         return f"<Pin {self.pin_id} {self.state.name} {self.match.num_tokens} tokens>"
@@ -84,7 +85,7 @@ class Pin:
 
     @property
     def has_lapsed(self) -> bool:
-        """Whether it ended at its deadline."""
+        """Whether the pin ended at its deadline."""
         return self.state is PinState.LAPSED
 
 
@@ -107,7 +108,7 @@ class _Wish:
 
 
 class Pins(LedgerExtension):
-    """`Ledger.pins`."""
+    """Keeps cached prompts from eviction (`Ledger.pins`)."""
 
     def __init__(self) -> None:
         self.held: list[Pin] = []
@@ -123,7 +124,7 @@ class Pins(LedgerExtension):
 
     def hold(self, prefix: Prefix, *, expires_at: float = math.inf) -> Pin:
         """Pin the cached part of `prefix` until `release`, or until `lapse` of the ledger is called with `expires_at`
-        or a later time. `OutOfBlocks` if all pins together would keep more than `max_pinned_share` of a tier."""
+        or a later time. `OutOfBlocks` if all pins together would pin more than `max_pinned_share` of a tier."""
         pin = self._pin(self._ledger.sequence_of(prefix), expires_at)
         try:
             self._ledger.end_call()
@@ -133,7 +134,7 @@ class Pins(LedgerExtension):
         return pin
 
     def release(self, pin: Pin) -> None:
-        """End a pin. Does nothing if the pin has ended by itself; a second `release` raises."""
+        """End a pin. Does nothing if the pin has ended for another reason; a second `release` raises."""
         if not isinstance(pin, Pin) or pin.ledger is not self._ledger:
             raise InvalidArgument("pin", f"was not made by this ledger: {shown(pin)}")
         self._ledger.hooks.refuse_verb()
@@ -142,7 +143,7 @@ class Pins(LedgerExtension):
             self._ledger.end_call()
 
     def drop(self) -> None:
-        """End every pin: DROPPED."""
+        """End every pin (DROPPED)."""
         self._ledger.hooks.refuse_verb()
         self.end_all(PinState.DROPPED)
         self._ledger.end_call()

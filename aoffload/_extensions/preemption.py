@@ -29,17 +29,17 @@ class Preemption:
     """The device blocks that a preempted request has given up."""
 
     num_freed: int
-    """Number of device blocks that became available, without the blocks of an abandoned load. Blocks shared with other
-    requests stay in use."""
+    """Device blocks that became available, without the blocks of an abandoned load. Blocks that other requests share
+    stay in use."""
     num_pending: int
-    """Number of blocks that copies still read. They are released when the jobs in `job_ids` are over."""
+    """Device blocks that copies still read. They are released when the jobs in `job_ids` are over."""
     job_ids: tuple[int, ...]
     plans: tuple[TransferPlan, ...] = ()
     """Stores to launch."""
 
 
 class Preemptions(LedgerExtension):
-    """`Ledger.preemption`."""
+    """Preempts requests and resumes them (`Ledger.preemption`)."""
 
     def __init__(self, *, stores_nothing: bool) -> None:
         """`stores_nothing`: whether the store policy is `NoStore`."""
@@ -61,8 +61,8 @@ class Preemptions(LedgerExtension):
 
     def preempt(self, request: LedgerRequest) -> Preemption:
         """Give up every device block of `request`. Its computed blocks are stored in host memory, as far as the host
-        has free blocks, and pinned there until the request is resumed or over. Refused while the request is in a step,
-        or in the wait queue (unless REQUEUED)."""
+        has free blocks, and stay pinned there until the request is resumed or over. Refused while the request is in a
+        step, or in the wait queue (unless REQUEUED)."""
         self._check(self._ledger.own(request))
         wakes: list[Callable[[], object]] = []
         load = request.load
@@ -76,11 +76,11 @@ class Preemptions(LedgerExtension):
         return found
 
     def resume(self, request: LedgerRequest, num_tokens: int | None = None) -> None:
-        """Match a preempted request again, with the tokens that it had computed: PINNED afterwards, as after `admit`.
-        It computes again from the first token that no load brings back.
+        """Match a preempted request again, with the tokens that it had computed. The request is PINNED afterwards, as
+        after `admit`, and computes again from the first token that no load brings back.
 
-        `num_tokens`: the number of tokens that it will allocate. `OutOfBlocks`, which changes nothing, if they can
-        never fit.
+        `num_tokens`: the number of tokens that the request will allocate. `OutOfBlocks` if these tokens can never fit;
+        nothing has changed then.
         """
         require(
             self._ledger.own(request), "resume", State.PREEMPTED, instead="only a request that was preempted is resumed"

@@ -26,9 +26,9 @@ class Prefetch(CacheTransfer):
     """A copy of a prompt from the host to the device, before a request needs it. Returned by `transfers.prefetch`."""
 
     num_blocks: int = 0
-    """Number of device blocks that it has taken. They count in the share of all prefetches while it is under way."""
+    """Device blocks that the prefetch has taken. They count toward `max_prefetch_share` while it is under way."""
     num_tokens: int = 0
-    """Number of tokens of the prompt that were on the device when it was over."""
+    """Tokens of the prompt that were on the device when the prefetch was over."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -36,11 +36,11 @@ class Demotion(CacheTransfer):
     """A move of a prompt from the device to the host. Returned by `transfers.demote`."""
 
     num_blocks: int = 0
-    """Number of device blocks that it has freed."""
+    """Device blocks that the demotion has freed."""
 
 
 class DeviceTransfers(CacheTransfers):
-    """`Ledger.transfers`: begins prefetches and demotions, and cancels all cache transfers."""
+    """Begins prefetches and demotions, and cancels all cache transfers (`Ledger.transfers`)."""
 
     def on_attach(self, ledger: CoreLedger) -> None:  # type: ignore[override]
         super().on_attach(ledger)
@@ -50,8 +50,8 @@ class DeviceTransfers(CacheTransfers):
     # -- prefetch -------------------------------------------------------------------------------------------------
 
     def prefetch(self, prefix: Prefix, wake: Callable[[], object] = do_nothing) -> Prefetch:
-        """Start to load the host hit of `prefix`, as a request for it would. Launch the `plans` of the prefetch. If
-        there are too few free blocks, only the leading units are loaded. Nothing is loaded while requests wait for
+        """Start to load the host hit of `prefix`, as a request for `prefix` would. Launch the `plans` of the prefetch.
+        If there are too few free blocks, only the leading units are loaded. Nothing is loaded while requests wait for
         blocks. `wake` is called once the prefetch is over."""
         check_callable("wake", wake)
         sequence = self._ledger.sequence_of(prefix)
@@ -110,7 +110,7 @@ class DeviceTransfers(CacheTransfers):
     # -- demotion -------------------------------------------------------------------------------------------------
 
     def demote(self, prefix: Prefix, wake: Callable[[], object] = do_nothing) -> Demotion:
-        """Start to move `prefix` from the device to the host. Launch the `plans` of the demotion, which store the units
+        """Start to move `prefix` from the device to the host. Launch the `plans` of the demotion: they store the units
         that the host lacks. The device blocks are freed once the host alone can serve the hit. `wake` is called once
         the demotion is over."""
         check_callable("wake", wake)

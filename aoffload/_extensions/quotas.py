@@ -55,18 +55,18 @@ class AccountTier:
 
     tier: Tier
     num_blocks: int
-    """Blocks that the index knows, evictable or not."""
+    """Cached blocks of the account, evictable or not."""
     num_pending: int
-    """Blocks that copies under way write for it."""
+    """Blocks that copies under way write for the account."""
     floor: int
     ceiling: int
-    """At most all blocks of the tier."""
+    """Never more than all blocks of the tier."""
     num_evicted: int
-    """Blocks that were evicted for other accounts."""
+    """Blocks of the account that were evicted for other accounts."""
     num_replaced: int
-    """Blocks that were evicted for blocks of the account itself."""
+    """Blocks of the account that were evicted for its own new blocks."""
     num_refused: int
-    """Blocks that were not stored because of the ceiling or `daily_writes`."""
+    """Blocks of the account that were not stored because of the ceiling or `daily_writes`."""
 
 
 @attrs.frozen
@@ -74,14 +74,14 @@ class AccountStatistics:
     """The account of one salt, or the default account."""
 
     name: str
-    """The name of its quota, or its number. The default account is "default"."""
+    """The name of the account's quota, or the number of the account. The default account is "default"."""
     tiers: tuple[AccountTier, ...]
     num_pinned: int
-    """Blocks of the host that its pins hold."""
+    """Host blocks that pins of the account hold."""
     max_pinned: int | None
-    """None: the account has no limit for pins."""
+    """Host blocks that pins of the account may hold. None: no limit."""
     num_writable: int | None
-    """Blocks that may be written to the disk for the account now. None: the account has no `daily_writes`."""
+    """Blocks that may be written to the disk for the account now. None: no `daily_writes`."""
 
     def __str__(self) -> str:
         held = [
@@ -95,17 +95,17 @@ class AccountStatistics:
 
 @attrs.frozen
 class QuotaReached(Event):
-    """A quota has cut a store of the account. Further cuts are not reported until `QuotaCleared`."""
+    """A quota has limited a store of the account. Further limited stores are not reported until `QuotaCleared`."""
 
     account: str
     tier: Tier
     limit: str
-    """`ceiling` or `daily_writes`."""
+    """The limit: `ceiling` or `daily_writes`."""
 
 
 @attrs.frozen
 class QuotaCleared(Event):
-    """A store of the account was not cut, for the first time since `QuotaReached`."""
+    """The account has made its first store since `QuotaReached` that no quota limited."""
 
     account: str
     tier: Tier
@@ -120,7 +120,7 @@ class _Account:
 
 
 class QuotaAccounts(LedgerExtension):
-    """`Ledger.quotas` and `HostCache.quotas`."""
+    """The accounts of tenants (`Ledger.quotas`, `HostCache.quotas`)."""
 
     def __init__(self, quotas: Quotas) -> None:
         self.pins = QuotaPins(self)
@@ -185,7 +185,7 @@ class QuotaAccounts(LedgerExtension):
         return self._restored.get(run.root.digest, 0) if self._restored else 0
 
     def max_pinned(self, run: Run) -> int | None:
-        """Blocks of the host that pins of the account of `run` may hold. None: no limit of its own."""
+        """Host blocks that pins of the account of `run` may hold. None: the account has no limit."""
         return self._accounts[self.number_of(run)].max_pinned
 
     def ceiling(self, tier: Tier, number: int) -> int:
@@ -355,7 +355,8 @@ class QuotaAccounts(LedgerExtension):
     # -- reports --------------------------------------------------------------------------------------------------
 
     def statistics(self) -> tuple[AccountStatistics, ...]:
-        """Each account, by number: first the default one, then those of the salts in the order of the configuration."""
+        """The statistics of each account, by number: first the default account, then the salts in the order of the
+        configuration."""
         self._count_pending()
         num_pinned = self.pins.num_pinned()
         return tuple(
@@ -370,7 +371,7 @@ class QuotaAccounts(LedgerExtension):
         )
 
     def report_blocks(self, tier: Tier) -> Iterable[Any]:
-        """Holds no blocks. Raises `IntegrityError` if an account is miscounted."""
+        """Reports no blocks. Raises `IntegrityError` if the counts of an account are wrong."""
         for number, share in enumerate(self._shares.get(tier, ())):
             runs = [run for run in self._cache.index.runs.values() if self.number_of(run) == number]
             expected = sum(len(part.blocks) for run in runs for part in run.parts_in(tier))

@@ -23,7 +23,7 @@ class WaitsFor(enum.Enum):
     """The cause of a request's wait."""
 
     PROGRAM = "its program"
-    """The next call of the program: the request waits for nothing here."""
+    """The next call of the program: the request waits for nothing in the runtime."""
     BLOCKS = "free blocks"
     """Device blocks: the request is in the wait queue."""
     COPIES = "copies"
@@ -78,12 +78,12 @@ class Holder:
     """The request id, or a number."""
     state: str
     age_s: float | None
-    """Seconds in that state; None without a clock."""
+    """Seconds that the holder has been in `state`; None without a clock."""
     num_blocks: int
     request_ids: tuple[str, ...] = ()
-    """For a step: its requests. For a job: the request that began it."""
+    """For a step, its requests. For a job, the request that began it."""
     over: tuple[str, ...] = ()
-    """For a step: the requests in it that are over. Their blocks become free when no step holds them."""
+    """For a step, its requests that are over. Their blocks become free when no step holds them."""
 
     def __str__(self) -> str:
         of = ""
@@ -127,25 +127,27 @@ class RequestStatus:
     request_id: str
     state: RequestState
     age_s: float | None
-    """Seconds in that state; None without a clock."""
+    """Seconds that the request has been in `state`; None without a clock."""
     num_blocks: int
-    """Number of device blocks that it holds, including blocks that it shares."""
+    """Device blocks that the request holds, including shared blocks."""
     waits_for: WaitsFor
     place: int | None = None
-    """Its place in the wait queue for blocks, from 1. Extensions come first. None: it is not in the queue."""
+    """The place in the wait queue for blocks, from 1. Waits to extend a block table come first. None if the request is
+    not in the queue."""
     waited_s: float | None = None
-    """Seconds that it has been in the wait queue, or has waited for the answer of the remote store."""
+    """Seconds that the request has been in the wait queue, or has waited for the answer of the remote store."""
     num_missing: int = 0
-    """Number of free blocks that it waits for in the queue."""
+    """Free blocks that the request waits for in the queue."""
     held_by: tuple[Holder, ...] = ()
-    """The holders that it waits for: the largest holders of device blocks, the jobs of its load or fetch, its steps, or
-    the other request."""
+    """The holders that the request waits for: the largest holders of device blocks, the jobs of its load or fetch, its
+    steps, or another request."""
     fetching: tuple[Fetching, ...] = ()
-    """Tokens that a fetch still brings for it, by source tier."""
+    """Tokens that a fetch has still to bring for the request, by source tier."""
     declined: Declined | None = None
-    """The part of its hit that it computes instead of loading it. None once the request is over or matched again."""
+    """The part of the hit that the request computes instead of loading it. None once the request is over or matched
+    again."""
     cancelled: str = ""
-    """Why it is being cancelled, while its task has not left its `async with` block yet. Empty: it is not being
+    """Why the request is being cancelled, until its task has left the `async with` block. Empty if it is not being
     cancelled."""
 
     def __str__(self) -> str:
@@ -175,14 +177,14 @@ class RequestStatus:
 
 @attrs.frozen
 class SlowWait(Event):
-    """A request has waited for free blocks for `slow_wait_s`. Reported once a wait."""
+    """A request has waited for free blocks for `slow_wait_s`. Reported once per wait."""
 
     status: RequestStatus
 
 
 @attrs.frozen
 class SlowStep(Event):
-    """A step has been open for `slow_step_s`. Reported once a step."""
+    """A step has been open for `slow_step_s`. Reported once per step."""
 
     step: Holder
 

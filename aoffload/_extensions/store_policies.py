@@ -31,27 +31,30 @@ COUNTED_TOKENS = 2**24
 
 
 class StorePolicy(Protocol):
-    """A store policy, as the ledger calls it. All positions are units of the layout. `EagerStore` is a base for your
-    own policies.
+    """Chooses the published blocks that are stored in the host. All positions are units of the layout. `EagerStore` is
+    a base for your own policies.
 
-    If a method raises, the ledger raises the same error. Then `admit`, `commit` and `offer` have changed nothing;
-    `release` has ended the request and stores nothing."""
+    If a method raises, the ledger raises the same error. `admit`, `commit` and `offer` have then changed nothing;
+    `release` has ended the request and stores nothing.
+    """
 
     @property
     def num_watermark_blocks(self) -> int:
-        """0: wanted blocks are stored immediately. Otherwise the watermark: a wanted block is stored once it is among
-        the first `num_watermark_blocks` device blocks that the next allocations would take. The ledger reads it before
-        each write-back, so it may change. If it is 0 when the ledger is made, the ledger never reads it again."""
+        """0: wanted blocks are stored immediately. Otherwise this is the watermark: a wanted block is stored once it is
+        among the first `num_watermark_blocks` device blocks that the next allocations would take. The ledger reads the
+        value before each write-back, so it may change. If it is 0 when the ledger is made, the ledger never reads it
+        again."""
         ...
 
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> StorePolicy:
-        """The policy for one ledger. Return a new object if the policy counts requests or depends on the size of the
-        pool."""
+        """Returns the policy for one ledger. Return a new object if the policy counts requests or depends on the size
+        of the pool."""
         ...
 
     def seen(self, request: LedgerRequest, first: int, stop: int) -> None:
-        """Units `[first, stop)` of the tokens of `request` were requested. Called at admission for the units of the
-        prompt, and when the request is done for the generated units. Not called for requests that store nothing."""
+        """Units `[first, stop)` of the tokens of `request` were requested. The ledger calls this at admission for the
+        units of the prompt, and when the request is done for the generated units. It makes no call for requests that
+        store nothing."""
         ...
 
     def wanted_stop(self, request: LedgerRequest) -> int:
@@ -96,11 +99,11 @@ def _int_in(minimum: int, maximum: int) -> Any:
 
 @attrs.frozen
 class LazyStore(EagerStore):
-    """Stores blocks just before their eviction, once the allocation of `watermark_blocks` more device blocks would
+    """Stores blocks just before their eviction: once the allocation of `watermark_blocks` more device blocks would
     evict them.
 
-    None: the blocks of the longest request seen lately, at least an eighth and at most half of the device pool. If one
-    allocation takes more blocks than the watermark, blocks may be evicted before they are stored.
+    `watermark_blocks=None`: the blocks of the longest request seen lately, at least an eighth and at most half of the
+    device pool. If one allocation takes more blocks than the watermark, blocks may be evicted before they are stored.
     """
 
     watermark_blocks: int | None = attrs.field(
@@ -141,14 +144,14 @@ class _AdaptiveLazyStore(EagerStore):
 class SelectiveStore(EagerStore):
     """Stores, at their commit, the blocks of prefixes that were requested at least `min_seen` times.
 
-    The counts include prefixes that no tier holds any more. They keep up to `max_counted_tokens` tokens of 4 bytes
+    The counts include prefixes that no tier holds any more. They cover up to `max_counted_tokens` tokens, at 4 bytes
     each.
     """
 
     min_seen: int = attrs.field(default=2, validator=_int_in(1, MAX_SEEN))
     max_counted_tokens: int = attrs.field(default=COUNTED_TOKENS, validator=_int_in(1, MAX_COUNTED_TOKENS))
     counts: HitCounts | None = attrs.field(default=None, init=False)
-    """Set in the policy of a ledger; None in a configuration."""
+    """The counts in the policy of a ledger; None in a configuration."""
 
     def for_ledger(self, layout: Layout, num_device_blocks: int) -> Self:
         found = type(self)(self.min_seen, self.max_counted_tokens)

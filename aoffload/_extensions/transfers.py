@@ -56,12 +56,12 @@ class CacheTransfer:
     request: LedgerRequest
     """The record that owns the leases and the load of the transfer. It is not a live request."""
     wake: Callable[[], object]
-    """Called once it is over."""
+    """Called once the transfer is over."""
     state: CacheTransferState = CacheTransferState.NEW
     plans: tuple[TransferPlan, ...] = ()
     """The copies to launch. A transfer without plans may still wait for jobs of other requests."""
     when_over: Callable[[CacheTransferState], object] | None = None
-    """Called when its leases are released, before its last event."""
+    """Called when the leases of the transfer are released, before its last event."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.request.request_id} {self.state.name}>"
@@ -79,12 +79,11 @@ class Fetch(CacheTransfer):
     """A copy of a prompt from the tiers below the host into host memory. Returned by `fetches.fetch`."""
 
     for_request: LedgerRequest | None = None
-    """The request that waits for it; None if no request waits yet."""
+    """The request that waits for the fetch; None if no request waits yet."""
     num_blocks: int = 0
-    """Number of host blocks that it has taken. They count in the share of all fetches while it is under way."""
+    """Host blocks that the fetch has taken. They count toward `max_fetch_share` while it is under way."""
     num_tokens: int = 0
-    """Number of tokens that a request for the prompt would have hit when the fetch was over, on the device and in the
-    host."""
+    """Tokens that a request for the prompt would have hit, on the device and in the host, when the fetch was over."""
 
 
 @attrs.frozen
@@ -97,7 +96,7 @@ class CacheTransferMoved(Event):
 
 
 class CacheTransfers(LedgerExtension):
-    """`HostCache.transfers`."""
+    """Cancels prefetches, demotions and fetches (`HostCache.transfers`)."""
 
     def __init__(self) -> None:
         self.under_way: dict[LedgerRequest, CacheTransfer] = {}

@@ -56,7 +56,7 @@ class WeightsChanged(Event):
 
 
 class Weights(LedgerExtension):
-    """`Ledger.weights`."""
+    """Changes the weights' epoch (`Ledger.weights`)."""
 
     def __init__(self) -> None:
         self.epoch = ""
@@ -73,13 +73,14 @@ class Weights(LedgerExtension):
         self._begin(check_epoch("weights_epoch", ledger.config.weights_epoch))
 
     def set(self, epoch: str) -> None:
-        """Set the weights' epoch: a name, of at most 256 characters, of the weights with which the engine computes from
-        now on. Empty: the epoch of programs that set none. Does nothing if `epoch` is the present epoch. Otherwise, no
-        request begins to compute with KV of another epoch after this call, and every pin ends (DROPPED).
+        """Set the weights' epoch: the name, of at most 256 characters, of the weights that the engine computes with
+        from now on. An empty name is the epoch of programs that set none. Does nothing if `epoch` is the current epoch.
+        Otherwise, no request begins to compute with KV of another epoch after this call, and every pin ends (DROPPED).
 
-        Call it between the last forward with the old weights and the first one with the new weights, after the results
-        of the last forward with the old weights were committed. If a forward runs during the call, its requests publish
-        nothing any more, so no wrong KV is cached."""
+        Call it between the last forward with the old weights and the first forward with the new weights, after you have
+        committed the results of the last old forward. If a forward runs during the call, its requests publish nothing
+        any more, so no wrong KV is cached.
+        """
         ledger, new = self._ledger, check_epoch("epoch", epoch)
         ledger.hooks.refuse_verb()
         old = self.epoch

@@ -16,6 +16,7 @@ class LoadsPaused(Event):
 
 @attrs.frozen
 class LoadsResumed(Event):
-    """A `HostCache` loads again, because enough blocks have left quarantine: their copies are proven over."""
+    """A `HostCache` loads again, because enough blocks have left quarantine. The copies of those blocks are proven
+    over."""
 
     num_quarantined: int

@@ -67,12 +67,9 @@ _WITH_A_LOAD = (LOADING,)
 
 
 class HostCache(AnyLedger):
-    """Host memory for an engine that has its own block pool and prefix cache.
+    """Host memory for an engine that has its own block pool and prefix cache. docs/engines.md is the guide.
 
-    `num_device_blocks` is the number of rows of the KV tensors, the null block 0 included. `engine_blocks`: the
-    engine's pool. `clock` counts seconds, such as `time.monotonic`. `block_bytes` is the size of one block over all
-    regions; it only bounds bytes in flight and per job, and converts `host_bytes` to blocks. `extensions`: features of
-    the program's own. docs/engines.md is the guide.
+    `engine_blocks` is the engine's pool. The other arguments are those of `Ledger`.
     """
 
     live_requests: dict[str, HostCacheRequest]  # type: ignore[assignment]
@@ -146,13 +143,13 @@ class HostCache(AnyLedger):
         self.matches.forget(tuple(self.live_requests.values()))
 
     def possible_publishers(self) -> Iterable[LedgerRequest]:
-        """Includes requests that are over, but have deferred blocks, which the engine may find until they are
-        stored."""
+        """Includes requests that are over but still have deferred blocks, because the engine may find these blocks
+        until they are stored."""
         return (*self.live_requests.values(), *[old.request for old in self.offers.deferred.values()])
 
     def has_begun(self, request: LedgerRequest) -> bool:
-        """A PINNED request may have computed: its next call may be its first offer. A MATCHED one has to match again
-        first, with the tokens that the engine's cache has then."""
+        """True for a PINNED request, because it may have computed: its next call may be its first offer. A MATCHED
+        request has to match again first, with the tokens that the engine's cache has then."""
         return request.state is not MATCHED
 
     def pending_wakes(self) -> list[Callable[[], object]]:
@@ -197,7 +194,7 @@ class HostCache(AnyLedger):
     ) -> HostCacheRequest:
         """Match `prefix` in host memory and pin the hit, in one call. The hit begins after the first
         `num_device_tokens` tokens, which are in the engine's own cache. `RequestOptions` documents the options. The
-        answer, `request.match`, may be `PENDING`: see `match_again`."""
+        result, `request.match`, may be `PENDING`: see `match_again`."""
         if wake is not do_nothing:
             check_callable("wake", wake)
         request = self._checked(prefix, request_id, options)
@@ -220,8 +217,8 @@ class HostCache(AnyLedger):
     def match_again(
         self, request: HostCacheRequest, *, num_device_tokens: int, wake: Callable[[], object] = do_nothing
     ) -> PrefixMatch:
-        """Match again, before the load. The pins move if `num_device_tokens` has changed. The call says that the
-        request has computed nothing: after a change of the weights' epoch, it is a request of the new epoch.
+        """Match again, before the load. If `num_device_tokens` has changed, the pins move. The call also says that the
+        request has computed nothing, so after a change of the weights' epoch the request belongs to the new epoch.
 
         `PENDING`: another request is loading the next block into the engine's blocks. Meanwhile this request has no
         pins. `wake` is called when that load falls short, or when the other request has offered or is over. After
@@ -243,15 +240,15 @@ class HostCache(AnyLedger):
         return float(self.arrivals.pending_until(self.own(request)))
 
     def loadable(self, request: HostCacheRequest, max_tokens: int | None = None) -> Loadable | None:
-        """A load of the whole hit. None: there is nothing to load, or the load was planned before. `max_tokens` has to
-        be None: `decline` the rest."""
+        """A load of the whole hit. None if there is nothing to load, or if the load was planned before. `max_tokens`
+        has to be None. To load less, call `decline`."""
         if max_tokens is not None:
             raise InvalidArgument("max_tokens", "must be None: decline the rest")
         return self.matches.loadable(self.own(request))
 
     def decline(self, request: HostCacheRequest, from_token: int) -> PrefixMatch:
-        """Match again, before the load, with a hit that ends at `from_token` (rounded down to a block) at the latest.
-        The engine computes the tokens after it, and no later match of this request includes them."""
+        """Match again, before the load, with a hit that ends no later than `from_token` (rounded down to a block). The
+        engine computes the tokens after the hit, and no later match of this request includes them."""
         require(self.own(request), "decline", PINNED)
         request.hit_limit = check_int("from_token", from_token, 0) // self.layout.unit_tokens
         self.matches.match_again(request)
@@ -273,10 +270,10 @@ class HostCache(AnyLedger):
         """Start loading the host hit into the blocks that `into` names; returns the plans to launch.
 
         `into` holds the request's block tables: one per group, from the first token at least to the end of the hit. The
-        copies write only to the blocks named there for the units that are loaded. RUNNING afterwards: there is nothing
-        to wait for. LOADING: `wake` is called when the load is over. Nothing is planned for a RUNNING request. If its
-        load is lost to a reset (`lost_to_reset`), the call gives up the load. `max_job_bytes` replaces the configured
-        limit.
+        copies write only to the blocks named there for the units that are loaded. If the request is RUNNING afterwards,
+        there is nothing to wait for. If it is LOADING, `wake` is called when the load is over. For a request that was
+        RUNNING already, nothing is planned; if its load is lost to a reset (`lost_to_reset`), the call gives up the
+        load. `max_job_bytes` replaces the configured limit.
 
         Full attention loads all units after the tokens of the engine's cache. A window loads only the units that are
         read at the end of the hit. All other entries of `into` may be the null block 0. If the window begins inside the
@@ -343,9 +340,8 @@ class HostCache(AnyLedger):
         return jobs
 
     def lost_to_reset(self, request: HostCacheRequest) -> bool:
-        """Whether a reset came after the load was over and before the request has offered, so the loaded KV is from
-        before the reset. Then call `plan_load`, which gives up the load, unless your caller learned before the reset
-        that the load was over."""
+        """Whether a reset came after the load was over and before the first offer of the request.
+        `Ledger.lost_to_reset` says what to do."""
         is_running = self.own(request).state is RUNNING and request in self.arrivals.under_way
         return is_running and request.epoch != self.cache.epoch
 
@@ -492,19 +488,19 @@ class HostCache(AnyLedger):
         checkpoints: Mapping[int, Sequence[int]] = NO_CHECKPOINTS,
         is_last: bool = False,
     ) -> tuple[TransferPlan, ...]:
-        """Append `new_token_ids`, then plan stores of the blocks of the first `num_computed_tokens` (absolute) that the
-        host lacks and the store policy wants. Returns the stores to launch.
+        """Append `new_token_ids`, then plan stores of the blocks of the first `num_computed_tokens` tokens (an absolute
+        number) that the host lacks and the store policy wants. Returns the stores to launch.
 
         `block_ids` holds the request's block tables, one per group, from the first token on: lists, ranges or arrays.
         Only the ids of stored blocks are read; with `is_last`, all are checked. Null blocks are skipped. Jobs hold the
         blocks that they copy until the copies are over, even if the request ends meanwhile. If host memory has no free
         blocks, blocks are skipped, and the next offer tries them again. Blocks above the bound of stores in flight are
-        deferred: call `offer_deferred` once a step. `is_last`: the last offer of the request, which also stores the
-        window blocks that a later prompt needs.
+        deferred: call `offer_deferred` once per step. `is_last` marks the last offer of the request, which also stores
+        the window blocks that a later prompt needs.
 
-        `checkpoints`: with a recurrent state, the blocks that hold a checkpoint now, by the number of tokens before it,
-        which is a whole number of units. Nothing else makes a checkpoint findable. The lists of its groups in
-        `block_ids` are ignored.
+        With a recurrent state, `checkpoints` names the blocks that hold a checkpoint now, by the number of tokens
+        before the checkpoint, which is a whole number of units. Only these checkpoints become findable. The lists of
+        their groups in `block_ids` are ignored.
         """
         self.own(request)
         check_bool("is_last", is_last)
@@ -577,7 +573,7 @@ class HostCache(AnyLedger):
     def planned_checkpoints(self, request: HostCacheRequest) -> tuple[int, ...]:
         """The positions after the hit, in tokens, at which a checkpoint of the recurrent state serves later prompts:
         the end of the prompt, and the branch, where the cached KV goes further than the last checkpoint. The engine
-        decides where it writes some, and names these to `offer`."""
+        decides where it writes checkpoints, and passes those positions to `offer`."""
         if self.own(request).checkpoints is None:
             return ()
         start = max(request.hit_stop, request.engine_tokens // self.layout.unit_tokens)
@@ -585,14 +581,14 @@ class HostCache(AnyLedger):
         return tuple([position * self.layout.unit_tokens for position in sorted(positions)])
 
     def offer_deferred(self) -> tuple[TransferPlan, ...]:
-        """Call this at the beginning of each step. Stores blocks that offers have deferred, up to the bound of stores
-        in flight, those of the oldest request first. This includes blocks of requests that are over. The call is cheap
-        if no blocks are deferred.
+        """Call this at the beginning of each step. Plans stores of blocks that offers have deferred, up to the bound of
+        stores in flight; the oldest request comes first. Requests that are over are included. The call is cheap if no
+        blocks are deferred.
 
         `FindsBlocks.find` returns the engine's blocks that hold the KV now. If the engine no longer has a block, the
-        ledger gives it up and reports it to the observer (`store_skipped`, `in_flight`). Without `find`, no block is
-        deferred: the next offer of the request tries the skipped blocks again. The copies have to wait for all compute
-        submitted to the device so far.
+        ledger gives up that block and reports it to the observer (`store_skipped`, `in_flight`). Without `find`, no
+        block is deferred: the next offer of the request tries the skipped blocks again. The copies have to wait for all
+        compute submitted to the device so far.
         """
         self.hooks.refuse_verb()
         try:
@@ -603,16 +599,16 @@ class HostCache(AnyLedger):
 
     @property
     def deferred_requests(self) -> tuple[str, ...]:
-        """Ids of the requests with deferred blocks, the oldest first. They may be over. `find` is called for them, so
-        keep their tokens. At most 128 requests have deferred blocks: for one more, those of the oldest are given
-        up."""
+        """Ids of the requests with deferred blocks, the oldest first, also of requests that are over. Keep their
+        tokens, because `find` is called for them. At most 128 requests have deferred blocks: for one more, the ledger
+        gives up those of the oldest."""
         return tuple(self.offers.deferred)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
     def release(self, request: LedgerRequest, reason: str = "closed_early") -> tuple[TransferPlan, ...]:
         """End the request: DONE if it has offered and no other `reason` is given, else ABORTED. Releases all its pins.
-        It plans no stores: `offer` with `is_last` has planned them."""
+        The call plans no stores, because `offer` with `is_last` has planned them."""
         reason = check_text("reason", reason)
         self.own(request)
         if self.live_requests.get(request.request_id) is not request:

@@ -200,7 +200,7 @@ class CacheBase:
     # -- how a call begins and ends -------------------------------------------------------------------------------
 
     def own(self, request: object) -> LedgerRequest:
-        """Refuse a request of another ledger, and a call from inside a hook."""
+        """Raise if `request` belongs to another ledger, or if the call comes from inside a hook."""
         raise NotImplementedError
 
     def _foreign(self, request: object) -> InvalidArgument:
@@ -233,8 +233,7 @@ class CacheBase:
         raise error
 
     def waits_for(self, request: LedgerRequest) -> LedgerRequest | None:
-        """The other request whose load `request` waits for before it is matched. None: it waits for no other
-        request."""
+        """The other request whose load `request` waits for before it is matched. None if there is no such request."""
         return None
 
     def rematch(self, request: LedgerRequest) -> None:
@@ -253,8 +252,8 @@ class CacheBase:
         raise NotImplementedError
 
     def has_begun(self, request: LedgerRequest) -> bool:
-        """Whether `request` may have computed KV, or may have tokens that were sampled from KV that it has read. False:
-        it begins with its next match, which is still to come or may be repeated."""
+        """Whether `request` may have computed KV, or may have tokens that were sampled from KV that it has read. If
+        False, the request begins with its next match, which is still to come or may be repeated."""
         raise NotImplementedError
 
     def pending_wakes(self) -> list[Callable[[], object]]:
@@ -340,8 +339,8 @@ class CacheBase:
     def end_invalidation(
         self, readers: tuple[LedgerRequest, ...], wakes: Iterable[Callable[[], object]]
     ) -> tuple[LedgerRequest, ...]:
-        """End a call that returns `readers`. If the call raises an `ExtensionError` instead, the error has the readers,
-        because the caller must abort them."""
+        """End a call that returns `readers`. If the call raises an `ExtensionError` instead, the error carries the
+        readers, because the caller must abort them."""
         try:
             self.end_call(wakes)
         except ExtensionError as error:
@@ -352,8 +351,8 @@ class CacheBase:
     # -- jobs -----------------------------------------------------------------------------------------------------
 
     def launch(self, job_id: int) -> bool:
-        """Mark a queued job as launched. Call it before the copy begins, because a copy cannot be recalled. False: the
-        job was discarded, so do not copy."""
+        """Mark a queued job as launched. Call it before the copy begins, because a copy cannot be recalled. If it
+        returns False, the job was discarded, so do not copy."""
         if self.hooks.calling:
             self.hooks.refuse_verb()
         job = self.jobs.unsettled.get(check_int("job_id", job_id, 0))

@@ -1,4 +1,4 @@
-"""The prefix cache: leases on runs, splits and merges of runs, and eviction.
+"""The prefix cache: the cached stretches of prompts (runs), the leases that protect them, and eviction.
 
 **Leases.** A lease keeps blocks of one tier from eviction: those on the path from a start to the run at which the lease
 ends. Each component has a start of its own. The lease is counted in the part of every run on this path

@@ -66,13 +66,14 @@ class RequestMoved(Event):
     old: RequestState
     new: RequestState
     reason: str
-    """Why it was aborted. Empty for every other move."""
+    """Why the request was aborted. Empty for every other move."""
     match: PrefixMatch
     num_blocks: int
-    """Positions in its block tables after `ALLOCATED`, null blocks included; 0 after any other move."""
+    """Positions in the request's block tables after a move to ALLOCATED, null blocks included; 0 after any other
+    move."""
     num_computed_tokens: int
     num_lost_tokens: int
-    """Tokens that its loads have failed to bring so far."""
+    """Tokens that the loads of the request have failed to bring so far."""
 
 
 @attrs.frozen
@@ -87,7 +88,7 @@ class JobMoved(Event):
 
 @attrs.frozen
 class StoreSkipped(Event):
-    """Blocks that the store policy wanted are not stored."""
+    """The store policy wanted blocks that are not stored."""
 
     request: LedgerRequest | None
     """None for a write-back."""
@@ -108,16 +109,18 @@ class StepBegun(Event):
 
 @attrs.frozen
 class StepEnded(Event):
-    """Blocks that only this step held are free. For a request that is over, these are its last blocks."""
+    """A step has ended, so blocks that only this step held are free. For a request that is over, these are its last
+    blocks."""
 
     step: Step
     over: tuple[str, ...]
-    """The ids of its requests that are over."""
+    """The ids of the step's requests that are over."""
 
 
 @attrs.frozen
 class ExtensionRefused(Event):
-    """`extend_nowait` has raised `OutOfBlocks`, and nothing has changed. `extend` waits in the queue then."""
+    """`extend_nowait` has raised `OutOfBlocks`, and nothing has changed. In `extend`, the request then waits in the
+    queue."""
 
     request: LedgerRequest
     num_needed: int
@@ -138,7 +141,7 @@ class TransportStalled(Event):
 
 @attrs.frozen
 class TransportRecovered(Event):
-    """These copies are over, and the link launches again."""
+    """The late copies of a link are over, and the link launches again."""
 
     source: Tier
     destination: Tier
@@ -153,7 +156,7 @@ class WorkerFailed(Event):
 
 @attrs.frozen
 class CacheTurnedOff(Event):
-    """Nothing is launched any more."""
+    """The cache has turned itself off, and launches nothing more."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""The seam: the hooks that the kernel calls on extensions, to report changes and to ask questions.
+"""The seam between the kernel and its extensions: the hooks by which the kernel reports changes and asks questions.
 
 A feature outside of the kernel is a `LedgerExtension`. Its docstring has the rules of hooks. The kernel calls a hook
 only on the extensions that override it, in the order in which they were added, so unused hooks cost nothing. Only
@@ -69,7 +69,7 @@ class LedgerExtension:
     """
 
     is_attached = False
-    """A ledger has it."""
+    """Whether a ledger has this extension."""
 
     # -- construction ---------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class LedgerExtension:
         """Called before the cache is made: add tiers below the host, or set the eviction order of a tier. May raise."""
 
     def on_attach(self, ledger: Any) -> None:
-        """The extension is added to `ledger`. Called once. May raise."""
+        """Called once, when the extension is added to `ledger`. May raise."""
 
     # -- a request ------------------------------------------------------------------------------------------------
 
@@ -112,13 +112,13 @@ class LedgerExtension:
         """`request` is about to give up its blocks: for good if `is_last`, else it may be resumed."""
 
     def on_released(self, request: LedgerRequest) -> None:
-        """`request` is over and owns nothing: the last event about it."""
+        """`request` is over and owns nothing. This is the last call about the request."""
 
     def on_step(self, request: LedgerRequest) -> None:
         """A step with `request` begins."""
 
     def on_sequence(self, sequence: TokenSequence) -> None:
-        """A verb other than `admit` is about `sequence`, and has not looked at the index yet."""
+        """A verb other than `admit` is about to look up `sequence` in the index."""
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
@@ -155,10 +155,10 @@ class LedgerExtension:
         raise NotImplementedError
 
     def ask_take(self, tier: Tier, run: Run, component: Component, num_units: int) -> int:
-        """How many of `num_units` units of `component` a copy to `tier`, which is below the device, may bring to the
-        path of `run`. Leases protect that path. The hook may evict unpinned parts of `tier` (`TierBlocks.evict`, then
-        `PrefixCache.tidy`). If it does not, the kernel evicts the blocks that are missing. Units that are not granted
-        count as skipped (`StoreSkipped`)."""
+        """The number of units, at most `num_units`, that a copy to `tier`, a tier below the device, may bring. They are
+        units of `component` on the path of `run`, which leases protect. The hook may evict unpinned parts of `tier`
+        (`TierBlocks.evict`, then `PrefixCache.tidy`). If it does not, the kernel evicts the blocks that are missing.
+        Units that are not granted count as skipped (`StoreSkipped`)."""
         raise NotImplementedError
 
     def ask_deferred(self, run: Run, stop: int) -> bool:
@@ -171,12 +171,12 @@ class LedgerExtension:
         raise NotImplementedError
 
     def ask_next_lapse(self) -> float:
-        """The time at which `on_lapse` has to be called next; infinity if it has nothing to do."""
+        """The time at which `on_lapse` has to be called next; infinity if there is nothing to end."""
         raise NotImplementedError
 
     def ask_first_wrong(self, request: LedgerRequest, sources: Mapping[LedgerRequest, int]) -> int | None:
-        """The first unit at which `request` may have copied wrong KV from one of `sources`. None: it has copied none.
-        `sources` has the first wrong token of each."""
+        """The first unit at which `request` may have copied wrong KV from one of `sources`. None if it has copied none.
+        `sources` maps each source to its first wrong token."""
         raise NotImplementedError
 
     def ask_former_readers(self) -> Iterable[LedgerRequest]:

@@ -1,4 +1,4 @@
-"""A program's code that the kernel calls: the hooks of its extensions, and its eviction orders. Both are guarded."""
+"""Guards around the code of programs that the kernel calls: the hooks of extensions, and eviction orders."""
 
 from __future__ import annotations
 

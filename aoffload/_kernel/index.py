@@ -1,4 +1,5 @@
-"""The index by runs: which tokens are cached, in which blocks of which tier, and how much of a prompt that is.
+"""The index: which tokens are cached, in which blocks of which tier, and how much of a prompt that is. It stores runs:
+stretches of prompts.
 
 A *run* is a stretch of units that were always used together. One dict leads from the digest of the prefix up to and
 including a run's first unit to the run. `before` links a run to the run that its prefix ends with. So a prompt is

@@ -1,4 +1,5 @@
-"""Jobs: one copy between two tiers, from the decision to the proof of its end. Stores: which copies go down.
+"""Jobs and stores. A job is one copy between two tiers, from the decision to the proof of its end. `Stores` decides
+what is copied to a lower tier.
 
 A job, not its request, owns two leases and the destination blocks. Whatever becomes of the request, the source blocks
 keep their contents and no other owner gets the destination blocks, until the job is settled. The index does not know

@@ -106,7 +106,7 @@ class Layout:
     components: tuple[Component, ...]
     """Full attention, the windows, and the recurrent state, if there is one."""
     places: tuple[tuple[int, int], ...]
-    """For each group: its component, and the offset of its ids among those of a unit there."""
+    """For each group: its component, and the offset of the group's ids among those of a unit in that component."""
     paged: tuple[Component, ...]
     """The components with a block table: full attention and the windows."""
     windows: tuple[Component, ...]
@@ -166,8 +166,8 @@ class Layout:
         return found
 
     def starts_of(self, component: Component, start: int, stop: int) -> list[int]:
-        """The starts of a lease up to unit `stop` that pins full attention and, of the other components, only
-        `component`, from unit `start` on."""
+        """For each component, the start of a lease up to unit `stop`. The lease pins full attention, and `component`
+        from unit `start` on, but no other component."""
         found = [stop] * len(self.components)
         found[component.number] = start
         found[0] = 0

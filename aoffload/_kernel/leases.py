@@ -1,4 +1,4 @@
-"""The leases and the block tables of a request, from the match until the request gives everything back.
+"""The leases and the block tables of a request. The request takes them at its match, and gives them back at its end.
 
 **Leases.** A match pins its hit in the same call, so nothing of a hit can be evicted between the match and the
 load. A request has at most one lease per tier, on a path of the index:

@@ -166,7 +166,8 @@ class CoreLedger(CacheBase):
         return request
 
     def allocate_nowait(self, request: LedgerRequest, num_tokens: int | None = None) -> None:
-        """Take blocks for `num_tokens` (None: the prompt), all or nothing. `OutOfBlocks` changes nothing."""
+        """Take blocks for `num_tokens` (None: the prompt), all or nothing. If `OutOfBlocks` is raised, nothing has
+        changed."""
         self.admission.allocate_nowait(self.own(request), num_tokens)
         self.moves.report()
         if self.hooks.error is not None:
@@ -175,10 +176,11 @@ class CoreLedger(CacheBase):
     def queue_allocation(
         self, request: LedgerRequest, num_tokens: int | None = None, wake: Callable[[], object] = do_nothing
     ) -> Waiter:
-        """Join the wait queue. `wake` is called once the waiter is granted or has failed. Then call `accept` or
+        """Join the wait queue. `wake` is called once the waiter is granted or has failed; then call `accept` or
         `withdraw`.
 
-        `wake` may call the ledger, but must not raise."""
+        `wake` may call the ledger, but must not raise.
+        """
         check_callable("wake", wake)
         return self._queued(self.admission.queue_allocation(self.own(request), num_tokens, wake))
 
@@ -191,7 +193,7 @@ class CoreLedger(CacheBase):
         return waiter
 
     def extend_nowait(self, request: LedgerRequest, num_tokens: int) -> Extension:
-        """Extend the block table to `num_tokens` in all. `OutOfBlocks` changes nothing."""
+        """Extend the block table to `num_tokens` in all. If `OutOfBlocks` is raised, nothing has changed."""
         try:
             added = self.admission.extend_nowait(self.own(request), num_tokens)
         finally:
@@ -235,12 +237,16 @@ class CoreLedger(CacheBase):
     ) -> tuple[TransferPlan, ...]:
         """Start loading the host hit onto the device; returns the plans to launch.
 
-        The state afterwards says what to do. RUNNING: compute, because there is nothing to wait for. LOADING: wait
-        until `wake` is called: the load is over then. A request may also become REQUEUED, now or during the load: it
-        has given up all its blocks, because the load fell short and there were no free blocks for the missing units, or
-        because a reset has made the device hit useless. Then `wake` is called when the wait for blocks ends; accept
-        `request.waiter` and call `plan_load` again. For a RUNNING request nothing is planned, but the request is
-        REQUEUED if its load is lost to a reset (`lost_to_reset`).
+        The state of the request afterwards says what to do:
+
+        - RUNNING: compute, because there is nothing to wait for.
+        - LOADING: wait until `wake` is called, because the load is over then.
+        - REQUEUED, now or during the load: the request has given up all its blocks. Either the load fell short and
+          there were no free blocks for the missing units, or a reset has made the device hit useless. `wake` is called
+          when the wait for blocks ends; accept `request.waiter` and call `plan_load` again.
+
+        For a RUNNING request nothing is planned. If the load of such a request is lost to a reset (`lost_to_reset`),
+        the request becomes REQUEUED.
 
         `max_tokens`: load the hit up to this number of prompt tokens, those of the device hit included; 0 loads
         nothing. `max_job_bytes` replaces the configured limit; a large value splits an overlapped load into few jobs.
@@ -255,9 +261,9 @@ class CoreLedger(CacheBase):
         return plans
 
     def lost_to_reset(self, request: LedgerRequest) -> bool:
-        """Whether a reset came after the load was over and before the request's first step or commit, so the loaded KV
-        is from before the reset. Then call `plan_load`, which gives up the load, unless your caller learned before the
-        reset that the load was over."""
+        """Whether a reset came after the load was over and before the request's first step or commit, so that the
+        loaded KV is from before the reset. If so, call `plan_load`, which gives up the load. Do not call it if your
+        caller learned before the reset that the load was over."""
         return self.loads.lost_to_reset(self.own(request))
 
     def abandon_load(self, request: LedgerRequest) -> None:
@@ -278,11 +284,13 @@ class CoreLedger(CacheBase):
         new_token_ids: TokenIds = (),
         checkpoints: Iterable[int] = (),
     ) -> tuple[TransferPlan, ...]:
-        """Append `new_token_ids`, then publish up to `num_computed_tokens` (absolute); returns the stores to launch.
+        """Append `new_token_ids`, then publish up to `num_computed_tokens` (an absolute number); returns the stores to
+        launch.
 
         `checkpoints`: the positions, in tokens, at which the forward has copied the recurrent state into the blocks of
-        `planned_checkpoints`. Others that it has passed are given up. `CommitError` if a position is not planned, or
-        not among the tokens that this commit adds."""
+        `planned_checkpoints`. Other checkpoints that it has passed are given up. `CommitError` if a position is not
+        planned, or not among the tokens that this commit adds.
+        """
         plans = self._commits.commit(self.own(request), num_computed_tokens, new_token_ids, checkpoints)
         self.end_call()
         return plans
@@ -317,7 +325,7 @@ class CoreLedger(CacheBase):
         new_token_ids: TokenIds = (),
         checkpoints: Iterable[int] = (),
     ) -> None:
-        """Raise what `commit` would, and change nothing."""
+        """Raise the error that `commit` would raise. Changes nothing."""
         self._commits.check(self.own(request), num_computed_tokens, new_token_ids, checkpoints)
 
     @property
@@ -329,9 +337,9 @@ class CoreLedger(CacheBase):
         """The number of the last step that may have touched the device blocks that `plans` write to. The copies have to
         wait for the fences of all steps up to that number, and for nothing else.
 
-        0: the number is unknown, or the step has not ended; then the loads have to wait for all compute so far. The
-        ledger knows the numbers as long as every forward runs in a `step`. After a commit of tokens that no step has
-        computed, the result is always 0.
+        0 means that the number is unknown or that the step has not ended; then the copies have to wait for all compute
+        so far. The ledger knows the numbers as long as every forward runs in a `step`. After a commit of tokens that no
+        step has computed, the result is always 0.
         """
         number, last_uses = 0, self.cache.last_uses
         for plan in plans if type(plans) is tuple else as_tuple("plans", plans, "TransferPlan"):
@@ -358,7 +366,7 @@ class CoreLedger(CacheBase):
 
     @contextmanager
     def hold(self, held: tuple[LedgerRequest, ...]) -> Iterator[None]:
-        """The step itself, without checks: the caller has checked that a forward may use the blocks of the requests."""
+        """The step itself, without checks. The caller has checked that a forward may use the blocks of the requests."""
         if self.hooks.calling:
             self.hooks.refuse_verb()
         for request in held:
@@ -398,7 +406,8 @@ class CoreLedger(CacheBase):
         """End the request: DONE if it has committed and no other `reason` is given, else ABORTED.
 
         Releases all its pins and blocks in this call, except blocks that a step or a job still touches. Returns the
-        stores to launch. If the store policy raises, that is raised, and the request has ended without stores.
+        stores to launch. If the store policy raises, the call raises the same error, and the request has ended without
+        stores.
         """
         reason = check_text("reason", reason)
         self.own(request)
@@ -438,15 +447,15 @@ class CoreLedger(CacheBase):
         return self.layout.by_group([table.ids for table in tables]) if tables else self._no_tables()
 
     def planned_checkpoints(self, request: LedgerRequest) -> tuple[Checkpoint, ...]:
-        """The checkpoints of the recurrent state that `request` should write, in prefix order. Its engine ends a
-        forward there, copies the state into the blocks, and names the position to `commit`. Empty if the model has no
-        recurrent state, or no blocks were left for checkpoints. An engine may leave out any of them."""
+        """The checkpoints of the recurrent state that `request` should write, in prefix order. The engine ends a
+        forward at each position, copies the state into the blocks, and names the position to `commit`. It may leave out
+        any of them. Empty if the model has no recurrent state, or no blocks were left for checkpoints."""
         found = self.own(request).checkpoints
         planned = {} if found is None else found.planned
         return tuple([Checkpoint(at * self.layout.unit_tokens, [*planned[at]]) for at in sorted(planned)])
 
     def resume_checkpoint(self, request: LedgerRequest) -> Checkpoint | None:
-        """The checkpoint of the recurrent state from which `request` continues. Its engine copies it into the running
+        """The checkpoint of the recurrent state from which `request` continues. The engine copies it into the running
         state before the first forward, or inside of a `step` with that forward. None: `request` begins with the initial
         state, or has computed since then."""
         found = self.own(request).checkpoints

@@ -1,4 +1,5 @@
-"""`Moves`, the only place that moves states, and the queue of events that are not reported yet."""
+"""`Moves`: the only code that changes the state of a request or a job, and the queue of events that are not reported
+yet."""
 
 from __future__ import annotations
 

@@ -31,14 +31,13 @@ class StoreScope(enum.Enum):
 
 
 class RequestOptions(TypedDict, total=False):
-    """The options of a request: the one list of them. `Ledger.admit` reads them, and has the defaults. All limits are
-    in tokens."""
+    """The options of a request. `Ledger.admit` reads them, and has the defaults. All limits are in tokens."""
 
     max_hit_tokens: int | None
     """Maximum hit. None (the default): no limit. At least one token is always left to compute."""
     hit_alignment: int
-    """The hit is rounded down to a multiple of this number of tokens. Default: 1. A load that falls
-    short, or that is limited, may end at any unit."""
+    """The hit is rounded down to a multiple of this number of tokens. Default: 1. A load that falls short, or that is
+    limited, may end at any unit."""
     reads_cache: bool
     """False: use no hit. Default: True."""
     store: StoreScope | str
@@ -60,8 +59,8 @@ class TransferPlan:
     source_ids: array[int]
     destination_ids: array[int]
     payload: object = None
-    """What the destination or the source tier needs beside block ids, such as the name of an object. The tier's rules
-    make it, and only the transport of that tier reads it. Most plans have none. It can be pickled."""
+    """Data that a tier of the plan needs besides block ids, such as the name of an object. The rules of the tier make
+    it, and only its transport reads it. None in most plans. It can be pickled."""
 
     @property
     def link(self) -> tuple[Tier, Tier]:
@@ -81,7 +80,8 @@ class Completion:
     """The result of one plan. `num_landed`: number of leading blocks that are proven; 0 means all of them if `outcome`
     is LANDED. `corrupt`: the indices, in the plan, of blocks whose bytes are wrong; none is below `num_landed`.
 
-    If the fields contradict each other, a block counts as proven only if none of them speaks against it."""
+    If the fields contradict each other, a block counts as proven only if every field agrees with that.
+    """
 
     job_id: int
     outcome: Outcome
@@ -98,13 +98,13 @@ class Answer(enum.Enum):
     HIT = "hit"
     MISS = "miss"
     PENDING = "pending"
-    """Another request's load is bringing the next block: ask again."""
+    """Another request is loading the next block: match again later."""
 
 
 @attrs.frozen
 class PrefixMatch:
-    """How many leading tokens of a prompt are cached: first those on the device, after them those in host memory, then
-    those on the disk."""
+    """The number of leading tokens of a prompt that are cached: first those on the device, after them those in host
+    memory, then those on the disk."""
 
     num_device_tokens: int
     num_host_tokens: int
@@ -134,12 +134,12 @@ NO_MATCH = PrefixMatch(0, 0)
 
 @attrs.frozen
 class Extension:
-    """The changes that `extend` made in the block tables: one list for each group."""
+    """The changes that `extend` made in the block tables. Each field has one list per group."""
 
     added: list[list[int]]
-    """Ids appended."""
+    """The ids that were appended."""
     nulled: list[list[int]]
-    """Positions that became null because they left the window of their group."""
+    """The positions that became null because they left the window of their group."""
 
 
 @attrs.frozen
@@ -158,13 +158,14 @@ class TierStatistics:
     num_blocks: int
     num_free: int
     num_cached: int
-    """Findable and under no lease: evictable."""
+    """Findable blocks under no lease, so evictable."""
     num_pinned: int
-    """All others: leased, private to a request, destinations of jobs, or tombstones."""
+    """All other blocks: leased, private to a request, destinations of jobs, or unfindable but still leased
+    (tombstones)."""
     num_quarantined: int
 
     def counted(self, name: str) -> str:
-        """A line for people; `name` is that of the tier."""
+        """The counts as a line of text; `name` is the name of the tier."""
         counts = (f"{getattr(self, f'num_{state}'):,} {state}" for state in ("free", "cached", "pinned", "quarantined"))
         return f"{self.num_blocks:,} {name} blocks: {', '.join(counts)}"
 

@@ -14,14 +14,15 @@ from .records import Part
 
 
 class DevicePool(Protocol):
-    """The free ids of the device blocks. By default a `FreeList`.
+    """The free ids of the device blocks. The default is a `FreeList`.
 
-    The methods are called in the middle of changes, and their answers are not checked. So they must not raise. If one
-    does, blocks may be lost and requests may wait forever: close the runtime, or make a new ledger."""
+    The methods are called in the middle of changes, and their results are not checked. So they must not raise. If a
+    method raises, blocks may be lost and requests may wait forever: close the runtime, or make a new ledger.
+    """
 
     @property
     def num_blocks(self) -> int:
-        """All usable blocks, without the null block."""
+        """Number of usable blocks, without the null block."""
         ...
 
     @property
@@ -67,7 +68,8 @@ class Watchers:
 
 
 class EvictionOrder(Protocol):
-    """The eviction order of one tier. It has every unpinned part with blocks; the oldest one loses its tail first.
+    """The eviction order of one tier. It contains every unpinned part that has blocks. The oldest part loses its tail
+    first.
 
     In full attention, the end of a path must be evicted before its start: a block whose prefix was evicted cannot be
     found, and only takes space. When a use ends, the cache adds the last part of the path first, so an order by time
@@ -79,13 +81,14 @@ class EvictionOrder(Protocol):
     An order may write `Part.rank`, a number that means nothing to the cache: runs whose parts differ in rank are not
     merged, both halves of a split run have its rank, and a run whose rank is not 0 does not grow.
 
-    The methods must neither raise nor call the ledger, because they are called in the middle of changes. If one does,
-    or answers wrongly, the tier no longer uses the order: it evicts its parts in the order in which they were added.
-    The error is handled like that of a hook: the call is completed, and then raises `ExtensionError`, which a runtime
-    reports instead."""
+    The methods must neither raise nor call the ledger, because they are called in the middle of changes. If a method
+    does, or returns a wrong answer, the tier no longer uses the order: it evicts its parts in the order in which they
+    were added. The error is handled like that of a hook: the call is completed, and then raises `ExtensionError`, which
+    a runtime reports instead.
+    """
 
     def add(self, part: Part) -> None:
-        """`part` was just unpinned."""
+        """Insert `part`, which was just unpinned."""
         ...
 
     def add_newer(self, part: Part, than: Part) -> None:
@@ -95,12 +98,12 @@ class EvictionOrder(Protocol):
         ...
 
     def add_back(self, part: Part) -> None:
-        """Reinsert `part` at its old place, by `last_use`: it was pinned, but not used."""
+        """Insert `part` again at its old place, by `last_use`, because it was pinned but not used."""
         ...
 
     def remove(self, part: Part) -> None:
-        """`part` was pinned or, if it has no references, has lost its blocks. If it has blocks and no references, it is
-        merged into the part after it."""
+        """Remove `part`. There are three reasons: it was pinned; it has no references and has lost its blocks; or it
+        has blocks but no references, and is merged into the part after it."""
         ...
 
     def oldest(self) -> Part | None:

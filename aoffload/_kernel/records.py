@@ -1,4 +1,4 @@
-"""Records: the nouns of the kernel, and who refers to whom.
+"""Records: the objects that the kernel keeps (runs, parts, leases, jobs, loads, block tables), and their references.
 
     Run <- Part -> Job       a run is a stretch of a prompt; a part holds its blocks in one component and one tier, and
                              refers to the job that adds to them
@@ -594,7 +594,7 @@ _LOAD_NOT_OVER = (LOADING, DRAINING, REQUEUED)
 
 
 class LedgerRequest:
-    """One request, with all that it owns. Programs may read it; only the verbs of its ledger change it."""
+    """One request, and everything that it owns. Programs may read it; only the verbs of its ledger change it."""
 
     __slots__ = (
         "checkpoints", "computing", "epoch", "evictions_before", "has_committed", "has_parent", "hit_alignment",
@@ -677,12 +677,12 @@ class LedgerRequest:
 
     @property
     def given_tokens(self) -> int:
-        """Leading tokens whose KV its caller has on the device besides the hit: see `HostCache`."""
+        """Leading tokens whose KV the engine has on the device in addition to the hit: see `HostCache`."""
         return 0
 
     @property
     def device_run(self) -> Run | None:
-        """The last run of the path that it leases on the device."""
+        """The last run of the path that the request leases on the device."""
         lease = self.leases.get(DEVICE)
         return None if lease is None else lease.run
 
@@ -693,13 +693,13 @@ class LedgerRequest:
 
     @property
     def may_match_again(self) -> bool:
-        """Whether its match consists of leases only, without block tables. No other request is matched again."""
+        """Whether the request may be matched again: its match consists of leases only, without block tables."""
         return self.state in _MAY_MATCH_AGAIN
 
     @property
     def is_loading(self) -> bool:
-        """Whether its load is not over yet: the request waits for copies, for an overlapping step, or (REQUEUED) for
-        free blocks."""
+        """Whether the load of the request is not over yet: the request waits for copies, for an overlapping step, or
+        (REQUEUED) for free blocks."""
         return self.state in _LOAD_NOT_OVER
 
     @property
@@ -729,8 +729,8 @@ class LedgerRequest:
         return num_prompt <= self.num_computed_tokens <= self.sequence.num_tokens <= num_prompt + 1
 
     def checked_count(self, num_computed_tokens: object, before: int, num_added: int) -> int:
-        """`num_computed_tokens`; `CommitError` unless it is an integer, at least `before`, and at most the number of
-        known tokens, `num_added` new ones included."""
+        """Returns `num_computed_tokens`. `CommitError` unless it is an integer, at least `before`, and at most the
+        number of known tokens, `num_added` new ones included."""
         name = "num_computed_tokens"
         if type(num_computed_tokens) is not int:
             raise CommitError(name, f"must be an integer, got {shown(num_computed_tokens)}")
@@ -744,7 +744,7 @@ class LedgerRequest:
 
     @property
     def num_blocks(self) -> int:
-        """Positions in its block tables, including null ones."""
+        """Positions in the block tables of the request, including null ones."""
         found = 0
         for table in self.tables:
             found += len(table.ids)
@@ -752,7 +752,7 @@ class LedgerRequest:
 
     @property
     def num_held(self) -> int:
-        """Blocks in its tables, without null ones, and those of its checkpoints."""
+        """Blocks in the tables of the request, without null ones, and the blocks of its checkpoints."""
         held = sum(table.num_held for table in self.tables)
         return held if self.checkpoints is None else held + len(self.checkpoints.ids())
 
@@ -807,12 +807,12 @@ class Step:
     step_id: int
     requests: tuple[LedgerRequest, ...]
     begun_s: float = 0.0
-    """When it began, if the ledger has a clock."""
+    """The time at which the step began; 0 if the ledger has no clock."""
 
     def __repr__(self) -> str:
         return f"<Step {self.step_id} {' '.join(request.request_id for request in self.requests)}>"
 
     @property
     def num_blocks(self) -> int:
-        """Device blocks that it holds. A block that several requests share counts for each of them."""
+        """Device blocks that the step holds. A block that several requests share counts for each of them."""
         return sum(request.num_held for request in dict.fromkeys(self.requests))

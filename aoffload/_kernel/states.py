@@ -30,25 +30,26 @@ class Outcome(Plain):
     """How a transfer ended. Only `UNPROVEN` leaves its destination in doubt."""
 
     LANDED = "landed"
-    """Every block is proven at its destination. `num_landed` is the number of all blocks, or 0. With any other number
-    it counts as FAILED, and with corrupt blocks as CORRUPT."""
+    """Every block is proven at its destination. `num_landed` is the number of all blocks, or 0. With any other number,
+    the outcome counts as FAILED; with corrupt blocks, as CORRUPT."""
     FAILED = "failed"
-    """Over for certain, but only the leading `num_landed` blocks are proven. Says nothing about the source."""
+    """The copy is over for certain, but only the leading `num_landed` blocks are proven. The outcome says nothing about
+    the source."""
     CORRUPT = "corrupt"
-    """Over for certain. The blocks at `corrupt` differ from the bytes that were stored; the first `num_landed` blocks,
-    all before them, are proven."""
+    """The copy is over for certain. The blocks at `corrupt` differ from the bytes that were stored. The first
+    `num_landed` blocks, all before the corrupt ones, are proven."""
     UNPROVEN = "unproven"
     """The copy may still be writing: its destination is quarantined."""
     REFUSED = "refused"
-    """Nothing was copied, because the lower tier failed lately and is not tried for a while. The ledger treats it as
-    FAILED."""
+    """Nothing was copied, because the lower tier failed lately and is not tried for a while. The ledger treats this
+    outcome as FAILED."""
 
 
 class RequestState(Plain):
     """The states of a request (docs/lifecycle.md)."""
 
     QUEUED = "queued"
-    """Created, and not matched yet."""
+    """The request is created, and not matched yet."""
     MATCHED = "matched"
     """A request stays here only in a `HostCache`, while its match is `PENDING` and it has no leases."""
     PINNED = "pinned"
@@ -56,11 +57,11 @@ class RequestState(Plain):
     ALLOCATED = "allocated"
     LOADING = "loading"
     DRAINING = "draining"
-    """Its load fell short, and it has to give up its blocks, but a step still uses them."""
+    """The load fell short, and the request has to give up its blocks, but a step still uses them."""
     REQUEUED = "requeued"
-    """Its load fell short, and it has given up its blocks: it waits for blocks again, at its old place."""
+    """The load fell short, and the request has given up its blocks. It waits for blocks again, at its old place."""
     STRANDED = "stranded"
-    """It was REQUEUED, and its wait has failed: it can never fit."""
+    """The request was REQUEUED, and its wait has failed, because it can never fit."""
     RUNNING = "running"
     PREEMPTED = "preempted"
     DONE = "done"

@@ -1,4 +1,4 @@
-"""The wait queue: which request gets device blocks, and when.
+"""The wait queue: it decides which waiting request gets device blocks, and when.
 
 No call waits. A request that finds too few free blocks leaves a `Waiter` in the queue. `serve_queue` grants blocks to
 waiters; every ledger call that may change the free blocks or the queue ends with it.

@@ -308,8 +308,7 @@ class LedgerLog:
     """An observer that writes a ledger's events, and the reports of its `CopyQueue`, to `logger`.
 
     `logger` is structlog's, or another one that has `bind` and takes an event and its fields. The default is the
-    program's own structlog logger. Exceptions of the logger are counted and dropped. A filtered event costs one check
-    of its level.
+    program's own structlog logger. Exceptions of the logger are counted and dropped.
     """
 
     def __init__(self, logger: Any = None) -> None:
@@ -346,13 +345,14 @@ class LedgerLog:
             self.num_lost_events += 1
 
     def ledger_opened(self, ledger: AnyLedger) -> None:
-        """Call it after `ledger` is made. Readers of the log learn where it begins, and the sizes of its pools."""
+        """Call this after you have made `ledger`. The log then shows where the ledger begins, and the sizes of its
+        pools."""
         # If an engine has the device blocks, the pool counts only blocks that copies hold, and there are none yet.
         tiers = [tier for tier in check_ledger("ledger", ledger).cache.tiers if not tier.is_absent]
         self._opened("ledger_opened", {f"num_{tier.tier.name.lower()}_blocks": tier.pool.num_blocks for tier in tiers})
 
     def ledger_closed(self, ledger: AnyLedger) -> None:
-        """Call it when no copy can be launched for `ledger` any more."""
+        """Call this when no copy can be launched for `ledger` any more."""
         self._closed("ledger_closed", len(check_ledger("ledger", ledger).jobs.quarantined))
 
     @harmless

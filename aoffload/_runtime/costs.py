@@ -124,9 +124,9 @@ def _ignore(request_id: str, num_tokens: int, load_s: float, compute_s: float) -
 class LoadCosts:
     """Decides how much of its hit each request of `ledger` loads, as `load_choice` of its configuration says.
 
-    A request counts as queued from `limit` or `bound` on, with the tokens that it has to compute, until `computed` or
-    `forget`. The speed of computing is that of steps, of `report_compute`, or `prefill_tokens_per_s`; as long as it is
-    not known, everything is loaded.
+    A request counts as queued, with the tokens that it has to compute, from `limit` or `bound` on until `computed` or
+    `forget`. The speed of computing is that of steps, of `report_compute`, or `prefill_tokens_per_s`. While the speed
+    is unknown, everything is loaded.
     """
 
     ledger: AnyLedger
@@ -166,7 +166,7 @@ class LoadCosts:
     # -- the choice -----------------------------------------------------------------------------------------------
 
     def limit(self, record: LedgerRequest, max_tokens: int | None = None, left_s: float | None = None) -> int | None:
-        """The `max_tokens` for the load of `record`; `left_s`: seconds until its deadline."""
+        """The `max_tokens` to pass to `plan_load` for `record`. `left_s`: seconds until the deadline of the request."""
         choice, unit, request_id = self._choice, self._unit_tokens, record.request_id
         if choice is None or (self.speed.tokens_per_s is None and type(choice) is CostChoice):
             return max_tokens  # the choice would be to load everything, because there is no comparison
@@ -201,7 +201,7 @@ class LoadCosts:
         return (found.stop - num_declined) * unit
 
     def bound(self, record: HostCacheRequest, left_s: float | None = None) -> None:
-        """Reduce the match of `record`, a request of a `HostCache`, to the part that is to be loaded."""
+        """Reduce the match of `record`, a request of a `HostCache`, to the part to load."""
         if record.state is PINNED:
             from_token = self.limit(record, None, left_s)
             if from_token is not None:
@@ -211,7 +211,7 @@ class LoadCosts:
     # -- the queue of tokens to compute ---------------------------------------------------------------------------
 
     def computed(self, request_id: str, num_tokens: int) -> None:
-        """`num_tokens` more tokens of a request are computed."""
+        """Report that `num_tokens` more tokens of a request are computed."""
         left = self._queued.get(request_id)
         if left is None:  # the last `report_queue` counts it, or it only generates
             if num_tokens >= LEAST_TOKENS:
@@ -223,17 +223,17 @@ class LoadCosts:
             self._sum_queued -= self._queued.pop(request_id)
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Report that the request is over."""
         self._sum_queued -= self._queued.pop(request_id, 0)
         self._explained.pop(request_id, None)
 
     def report_queue(self, num_tokens: int) -> None:
-        """`num_tokens` tokens of prompts will be computed before those of the next request."""
+        """Report that `num_tokens` tokens of prompts will be computed before those of the next request."""
         self._reported, self._sum_queued = check_int("num_tokens", num_tokens, 0, MOST_TOKENS), 0
         self._queued.clear()
 
     def report_compute(self, num_tokens: int, seconds: float) -> None:
-        """Computing `num_tokens` tokens of prompts has taken `seconds`."""
+        """Report that computing `num_tokens` tokens of prompts has taken `seconds`."""
         check_report(num_tokens, seconds)
         self.speed.report(num_tokens, float(seconds))
 

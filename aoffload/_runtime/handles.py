@@ -1,4 +1,4 @@
-"""The handles of a runtime: each has the verbs of one feature, under the name that the feature has on the ledger.
+"""The handles of a runtime, such as `runtime.pins`: each has the verbs of one feature.
 
 Handle | verbs | present
 --- | --- | ---
@@ -70,9 +70,9 @@ def _time_to_live(name: str, value: object) -> float:
 class PinScope:
     """Returned by `runtime.pins.hold`; enter it once, with `with`.
 
-    Blocks that were cached on entering stay cached inside, unless the pin ends early: its time to live was over
-    (`has_lapsed`); a request needed its blocks (`state` YIELDED); or a reset, closing or the end of the copy worker
-    dropped it (DROPPED).
+    Blocks that were cached on entering stay cached inside, unless the pin ends early. `has_lapsed`: its time to live
+    was over. `state` YIELDED: a request needed its blocks. DROPPED: a reset, closing or the end of the copy worker
+    ended it.
     """
 
     def __init__(self, session: Session[Any], runtime: object, prefix: Prefix, ttl_s: float) -> None:
@@ -128,7 +128,7 @@ class PinScope:
 
     @property
     def has_lapsed(self) -> bool:
-        """Whether `ttl_s` was over before the block was left."""
+        """Whether `ttl_s` was over before the `with` block was left."""
         return self._pin is not None and self._pin.has_lapsed
 
 
@@ -198,7 +198,8 @@ class PendingPrefetch(_Pending[Prefetch]):
         return transfers.prefetch(prefix, wake)
 
     async def wait(self) -> int:
-        """Wait until it is over, however it ends. Returns how many tokens of the prompt are on the device then."""
+        """Wait until the prefetch is over, however it ends. Returns how many tokens of the prompt are on the device
+        then."""
         await self._wait()
         return self._transfer.num_tokens
 
@@ -245,7 +246,8 @@ class PendingFetch(_Pending[Fetch]):
             self._session.ledger.transfers.cancel(self._remote)
 
     async def wait(self) -> int:
-        """Wait until it is over, however it ends. Returns how many tokens of the prompt a request would hit then."""
+        """Wait until the fetch is over, however it ends. Returns how many tokens of the prompt a request would hit
+        then."""
         await self._wait()
         return (self._remote or self._transfer).num_tokens
 
@@ -258,7 +260,7 @@ class PendingDemotion(_Pending[Demotion]):
         return transfers.demote(prefix, wake)
 
     async def wait(self) -> int:
-        """Wait until it is over, however it ends. Returns how many device blocks it has freed."""
+        """Wait until the demotion is over, however it ends. Returns how many device blocks it has freed."""
         await self._wait()
         return self._transfer.num_blocks
 
@@ -298,8 +300,8 @@ class RuntimePins(Handle):
     def hold(self, token_ids: TokenIds, ttl_s: float, **identity: Unpack[Identity]) -> PinScope:
         """A context manager that pins the cached part of a prompt from entering on, for at most `ttl_s` seconds.
 
-        `cache_salt`, `adapter_key` and `key_spans` are as of a request for the prompt. Entering raises `OutOfBlocks` if
-        all pins together would hold more than `max_pinned_share` of a tier.
+        Pass the same `cache_salt`, `adapter_key` and `key_spans` as for a request. Entering raises `OutOfBlocks` if all
+        pins together would hold more than `max_pinned_share` of a tier.
         """
         prefix = self._session.prefix("pins.hold", token_ids, identity)
         return PinScope(self._session, self._runtime, prefix, _time_to_live("ttl_s", ttl_s))
@@ -312,7 +314,7 @@ class RuntimeTransfers(Handle):
         """Begin to load the host hit of a prompt onto the device. `wait` of the result returns how many of the prompt's
         tokens are on the device then.
 
-        Best effort: it takes only free blocks, and only while no request waits for some. It never raises for a failed
+        A prefetch takes only free blocks, and only while no request waits for blocks. It never raises for a failed
         copy.
         """
         return PendingPrefetch(self._session, self._session.prefix("transfers.prefetch", token_ids, identity))
@@ -334,26 +336,27 @@ class RuntimeFetches(Handle):
         """Begin to copy the blocks of a prompt that only a tier below the host holds into host memory. `wait` of the
         result returns how many tokens a request for the prompt would hit then.
 
-        Best effort: it takes at most `max_fetch_share` of the host, and never raises for a failed copy.
+        All fetches together take at most `max_fetch_share` of the host. A fetch never raises for a failed copy.
         `Request.allocate` fetches for its own prompt.
         """
         return PendingFetch(self._session, self._session.prefix("fetches.fetch", token_ids, identity))
 
 
 class RuntimeHints(Handle):
-    """`runtime.hints`: does what clients say about the future of their prompts.
+    """`runtime.hints`: acts on hints, what clients say about the future of their prompts.
 
-    `cache_salt`, `adapter_key` and `key_spans` are as of a request for the prompt. The copies of a hint finish on their
+    Pass the same `cache_salt`, `adapter_key` and `key_spans` as for a request. The copies of a hint finish on their
     own.
     """
 
     def pin(self, token_ids: TokenIds, ttl_s: float, **identity: Unpack[Identity]) -> HintAnswer:
-        """Keep the cached part of a prompt for `ttl_s` seconds, at most `max_hint_pin_s`. No block ends the pin."""
+        """Keep the cached part of a prompt for `ttl_s` seconds, at most `max_hint_pin_s`. No `with` block ends the
+        pin."""
         return self._give("hints.pin", token_ids, identity, PinHint(ttl_s))
 
     def prefetch(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> HintAnswer:
-        """Begin to bring a prompt up: from the tiers below the host into the host and, in an `OffloadRuntime`, from
-        there to the device."""
+        """Begin to bring a prompt up: from the tiers below the host into the host and, in an `OffloadRuntime`, then
+        onto the device."""
         return self._give("hints.prefetch", token_ids, identity, PrefetchHint())
 
     def demote(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> HintAnswer:
@@ -364,17 +367,17 @@ class RuntimeHints(Handle):
     def returns(
         self, token_ids: TokenIds, *, in_s: float | None = None, category: str = "", **identity: Unpack[Identity]
     ) -> HintAnswer:
-        """Predict that a prompt is requested again in about `in_s` seconds or, without a time, as prompts of `category`
-        are. Needs learned eviction."""
+        """Predict that a prompt is requested again in about `in_s` seconds. Without a time, the prediction is the usual
+        time of prompts with the same `category`. Needs learned eviction."""
         return self._give("hints.returns", token_ids, identity, ReturnsHint(in_s, category))
 
     def done(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> HintAnswer:
-        """Say that a prompt will never be requested again. Ends the pins of hints for it."""
+        """Predict that a prompt will never be requested again. Ends the pins of hints for it."""
         return self._give("hints.done", token_ids, identity, DoneHint())
 
     def apply(self, token_ids: TokenIds, given: object, **identity: Unpack[Identity]) -> tuple[HintAnswer, ...]:
-        """Do what `given` says about a prompt: a hint such as `PinHint(60)`, or the payload of a client, which may be
-        any object. An action of a payload that cannot be read is rejected with a reason, and raises nothing."""
+        """Act on `given`: a hint such as `PinHint(60)`, or the payload of a client, which may be any object. An action
+        of a payload that cannot be read is rejected with a reason, and raises nothing."""
         prefix = self._session.prefix("hints.apply", token_ids, identity)
         actions = [GivenHint.of(given)] if is_hint(given) else read_hints(given)
         return self._apply(prefix, actions)
@@ -413,7 +416,7 @@ class RuntimeDisk(Handle):
 
     async def wait_restored(self) -> int:
         """Wait until the runtime has read which blocks an earlier process has left on the disk. Returns the number of
-        blocks that it has restored."""
+        restored blocks."""
         self._session.check_usable()
         self._session.check_loop()
         await anyio.lowlevel.checkpoint_if_cancelled()
@@ -424,7 +427,7 @@ class RuntimeDisk(Handle):
 
 
 class RuntimeWeights(Handle):
-    """`runtime.weights`: the weights' epoch, which names the weights with which the engine computes."""
+    """`runtime.weights`: the weights' epoch, the name of the weights that the engine computes with."""
 
     @property
     def epoch(self) -> str:
@@ -434,15 +437,16 @@ class RuntimeWeights(Handle):
         return found
 
     def set(self, epoch: str) -> None:
-        """Set the weights' epoch, of at most 256 characters. Does nothing if it is the present one.
+        """Set the weights' epoch, a name of at most 256 characters. Does nothing if it is the current epoch.
 
         After this call, no request begins to compute with KV of another epoch. All pins end. A request without device
         blocks is matched again. A request whose load is not over, because `load`, `resume` or `PendingLoad.wait` has
         not returned, computes from its first token. A request that computes keeps its blocks and continues. Only a
-        request that has not begun publishes and stores KV afterwards; see docs/howto/weights.md. Nothing is forgotten:
-        if an earlier epoch is set again, its KV is found again, also on the disk and in the remote store.
+        request that has not begun publishes and stores KV afterwards; see docs/howto/weights.md. No KV is forgotten: if
+        an earlier epoch is set again, its KV is found again, also on the disk and in the remote store.
 
-        Call it between the last forward with the old weights and the first forward with the new ones."""
+        Call it between the last forward with the old weights and the first forward with the new ones.
+        """
         self._session.check_usable()
         self._session.ledger.weights.set(epoch)
 
@@ -451,8 +455,8 @@ class RuntimeReports(Handle):
     """`runtime.reports`: the holders of device blocks, and the cause of each request's wait."""
 
     def requests(self) -> tuple[RequestStatus, ...]:
-        """The live requests, those that have been in their state for the longest first. Each status has the blocks that
-        the request holds, the blocks that it waits for, and their holders."""
+        """The live requests. The request that has been in its state for the longest comes first. Each status has the
+        blocks that the request holds, the blocks that it waits for, and their holders."""
         self._session.check_may_read()
         found: tuple[RequestStatus, ...] = self._session.ledger.reports.requests()
         return found

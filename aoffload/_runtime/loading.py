@@ -1,4 +1,4 @@
-"""Loads: a request waits until its load is over, or a forward starts before (layer-wise overlap).
+"""Loads: a request waits until its load is over, or a forward starts before the load is over (layer-wise overlap).
 
 The ledger plans a load: it takes blocks and returns the copies; the copy worker launches them. In three cases the
 load's task plans again instead of continuing: the blocks that a requeued request waited for were granted; a reset came
@@ -137,7 +137,8 @@ class LoadUnderWay:
         return tuple(self.region(index) for index in range(num_regions or 1))
 
     def region(self, index: int) -> LoadedRegion:
-        """The fence of region `index`; passes when the region's loaded blocks are on the device. For any thread."""
+        """The fence of region `index`. It passes when the region's loaded blocks are on the device. Any thread may use
+        it."""
         num_regions = self._request._session.worker.copies.regions.num_regions
         is_one = type(index) is int and index >= 0
         if not is_one or (num_regions is not None and index >= num_regions):
@@ -168,8 +169,8 @@ class PendingLoad(LoadUnderWay):
         if pending.first_invalid_token is None:
             request.commit(...)               # refused before the load is over, and if it fell short
 
-    If a region raises `RegionNotLoaded`, nothing of that forward may be committed, however the load ends. `wait` counts
-    `load_timeout_s`: if it is awaited in another task meanwhile, it ends the forward's waits for regions, too.
+    If a region raises `RegionNotLoaded`, commit nothing of that forward, however the load ends. `wait` applies
+    `load_timeout_s`. If another task awaits it meanwhile, the time-out also ends the forward's waits for regions.
     """
 
     __slots__ = ()
@@ -212,7 +213,8 @@ class PendingLoad(LoadUnderWay):
 
     @property
     def num_expected_tokens(self) -> int:
-        """Tokens whose KV is on the device once the fences of all regions have passed; compute starts after them."""
+        """Tokens whose KV is on the device once the fences of all regions have passed. Compute starts after these
+        tokens."""
         overlap: Overlap = self._request._session.ledger.overlap
         return overlap.num_expected_tokens(self._request._live())
 
@@ -226,8 +228,8 @@ class PendingLoad(LoadUnderWay):
     @property
     def first_invalid_token(self) -> int | None:
         """First token that has to be computed again, in a new step, because the load fell short after a forward had
-        started on it. None: no token, or the load is not over. Reading this does not replace `wait`: a commit is
-        refused until `wait` has returned."""
+        started on it. None if there is no such token, or the load is not over. Reading this does not replace `wait`: a
+        commit is refused until `wait` has returned."""
         self._request._session.check_may_read()
         record = self._request._record
         if self._first_invalid_token is None and record is not None and not self._is_replaced(record):

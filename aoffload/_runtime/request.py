@@ -1,4 +1,4 @@
-"""The request as its task sees it: an `async with` block that owns the leases and the blocks of the request.
+"""The request as its task uses it: an `async with` block that owns the leases and the blocks of the request.
 
 The block is the only owner. Inside it the request holds a match, then blocks, then a load under way. The end of the
 block releases all of them, however the block is left. A call either waits or changes something: the calls named
@@ -222,7 +222,7 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
 
     @property
     def reason(self) -> str:
-        """Why it was aborted; empty otherwise."""
+        """Why the request was aborted; empty otherwise."""
         record = self._record
         return record.reason if record is not None and record.state is ABORTED else ""
 
@@ -233,12 +233,13 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV is on the device: by a hit, a load or a commit. After the block: the last count."""
+        """Tokens whose KV is on the device, from a hit, a load or a commit. After the `async with` block: the last
+        count."""
         return 0 if self._record is None else self._record.num_computed_tokens
 
     @property
     def num_lost_tokens(self) -> int:
-        """Tokens that its load failed to bring."""
+        """Tokens that the load of the request failed to bring."""
         return 0 if self._record is None else self._record.num_lost_tokens
 
     @property
@@ -249,12 +250,12 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
     # -- the lower tiers ------------------------------------------------------------------------------------------
 
     async def fetch(self) -> int:
-        """Fetch the units after the hit that the disk and the remote store hold into host memory, and match again. Only
-        before the request has blocks, or blocks to load into. Returns the whole hit in tokens. `allocate` fetches by
-        itself.
+        """Fetch the units after the hit that the disk and the remote store hold into host memory, and match again. Call
+        this before the request has blocks, or blocks to load into. Returns the whole hit in tokens. `allocate` fetches
+        by itself.
 
-        It takes at most `fetch_timeout_s`, and never raises for a tier that fails, because the request can compute the
-        missing tokens.
+        A fetch takes at most `fetch_timeout_s`. It never raises for a tier that fails, because the request can compute
+        the missing tokens.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         await self._fetch(self._live())
@@ -267,11 +268,11 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
     # -- cancelling and leaving -----------------------------------------------------------------------------------
 
     def cancel(self, reason: str = "cancelled") -> None:
-        """Cancel the request's block. The request is over, and the cancellation swallowed, once the block has unwound:
-        until then its id is taken.
+        """Cancel the `async with` block of the request. The request is over, and the cancellation swallowed, once the
+        block has unwound. Until then, its id is taken.
 
-        A request that is not entered yet is cancelled at the first wait in its block. Any thread may call this: outside
-        of the event loop's thread, it takes effect at the loop's next turn.
+        A request that is not entered yet is cancelled at the first wait in its block. Any thread may call this. Outside
+        of the event loop's thread, the call takes effect at the loop's next turn.
         """
         reason = check_text("reason", reason)
         self._session.call_in_loop(partial(self._cancel, reason))
@@ -435,18 +436,20 @@ class Request(RequestBase[Ledger, LedgerRequest]):
     # -- allocation -----------------------------------------------------------------------------------------------
 
     def allocate_nowait(self, num_tokens: int | None = None) -> None:
-        """Allocate blocks for `num_tokens` tokens in total (None: the prompt's). `OutOfBlocks` changes nothing.
+        """Allocate blocks for `num_tokens` tokens in total (None: the prompt's). If `OutOfBlocks` is raised, nothing
+        has changed.
 
         To allocate only the first part of a prompt, allocate whole blocks. A part that ends inside a block causes a
         warning, because it is most often a mistake, and the rest of that block costs nothing. With windows, allocate at
-        least the hit: a hit that ends earlier needs other window blocks, which may not be there. Less causes a warning.
+        least the hit: a hit that ends earlier needs other window blocks, which may not be there. Allocating less causes
+        a warning.
         """
         record = self._live()
         self._warn_of_part(record, num_tokens)
         self._session.ledger.allocate_nowait(record, num_tokens)
 
     async def allocate(self, num_tokens: int | None = None) -> None:
-        """As `allocate_nowait`, but first fetches from the tiers below the host, and then waits for free blocks.
+        """As `allocate_nowait`, but first fetches from the tiers below the host, and then waits for free blocks. Raises
         `OutOfBlocks` only if the request can never fit."""
         await anyio.lowlevel.checkpoint_if_cancelled()
         record = self._live()
@@ -487,14 +490,14 @@ class Request(RequestBase[Ledger, LedgerRequest]):
 
     @property
     def block_ids(self) -> list[list[int]]:
-        """The block table, one list per group; null block 0 for blocks that are not needed or still loading.
+        """The block table, one list per group. It has the null block 0 for blocks that are not needed or still loading.
         `WrongState` before `allocate`; empty after `preempt`."""
         return self._session.ledger.block_ids(self._with_blocks())
 
     @property
     def planned_checkpoints(self) -> tuple[Checkpoint, ...]:
-        """The checkpoints of the recurrent state to write, in prefix order: end a forward at `num_tokens`, copy the
-        running state into the blocks, and name the position to `commit`. Any of them may be left out. Empty if the
+        """The checkpoints of the recurrent state to write, in prefix order. End a forward at `num_tokens`, copy the
+        running state into the blocks, and name the position to `commit`. You may leave out any of them. Empty if the
         model has no recurrent state. `WrongState` before `allocate`."""
         return self._session.ledger.planned_checkpoints(self._with_blocks("planned_checkpoints"))
 
@@ -508,13 +511,14 @@ class Request(RequestBase[Ledger, LedgerRequest]):
     def extend_nowait(self, num_tokens: int) -> Extension:
         """Allocate blocks for `num_tokens` tokens in total. Returns the additions to the block tables.
 
-        A refused request is not in the wait queue. Blocks that another request frees for it by `preempt` go to the
-        requests in the queue, so wait for them with `extend`.
+        If it raises `OutOfBlocks`, the request is not in the wait queue. Blocks that another request frees by `preempt`
+        go to the requests in the queue, so wait for them with `extend`.
         """
         return self._session.ledger.extend_nowait(self._live(), num_tokens)
 
     async def extend(self, num_tokens: int) -> Extension:
-        """As `extend_nowait`, but waits. A retryable `OutOfBlocks`: only waiters hold blocks, so abort one of them."""
+        """As `extend_nowait`, but waits for free blocks. After a retryable `OutOfBlocks`, abort a waiting request: only
+        waiting requests hold blocks."""
         await anyio.lowlevel.checkpoint_if_cancelled()
         record = self._live()
         try:
@@ -546,7 +550,7 @@ class Request(RequestBase[Ledger, LedgerRequest]):
         """Load the host hit onto the device. Returns how many tokens are ready there. Never raises for a failed copy.
 
         `max_tokens` limits the load: rounded down to a block, never below the device hit. `block_ids` is final
-        afterwards. Returns 0 if another task has preempted the request meanwhile: call `resume` then.
+        afterwards. If another task has preempted the request meanwhile, the result is 0: call `resume` then.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         record = self._live()
@@ -579,9 +583,9 @@ class Request(RequestBase[Ledger, LedgerRequest]):
     ) -> None:
         """Append `new_token_ids`, then publish the KV of the first `num_computed_tokens` tokens.
 
-        `after` is the fence after the compute that wrote it; None: after all work on the current stream so far.
-        `checkpoints`: the positions, in tokens, of the `planned_checkpoints` that were written. They are published,
-        too. Those that the request has passed without writing them are given up.
+        `after` is a fence after the compute that wrote this KV; None: after all work on the current stream so far.
+        `checkpoints`: the positions, in tokens, of the `planned_checkpoints` that you have written. They are published,
+        too. Checkpoints that the request has passed without writing them are given up.
         """
         record, session = self._live(), self._session
         fence, before = session.fence_after(after), record.num_computed_tokens
@@ -603,18 +607,19 @@ class Request(RequestBase[Ledger, LedgerRequest]):
 
     def preempt_nowait(self) -> Preemption:
         """Release every device block. Computed blocks are stored in host memory if it has free blocks for them, and
-        pinned there until `resume`. Not inside a step. Returns how many blocks are free now, and which jobs free the
-        rest."""
+        stay pinned there until `resume`. Not allowed inside a step. Returns how many blocks are free now, and which
+        jobs free the rest."""
         found = self._session.ledger.preemption.preempt(self._live())
         self._session.worker.submit(found.plans)
         return found
 
     async def preempt(self) -> Preemption:
-        """As `preempt_nowait`, but waits: first for steps that hold its blocks, then until every block is free. Any
-        task may call it. It frees nothing if the request has ended meanwhile, was preempted by another task, or waits
-        for blocks.
+        """As `preempt_nowait`, but waits: first for steps that hold blocks of the request, then until every block is
+        free. Any task may call it. The call frees nothing if the request has ended meanwhile, was preempted by another
+        task, or waits for blocks.
 
-        A request that needs these blocks must already wait in `extend`; otherwise, a `resume` takes them back."""
+        A request that needs these blocks must already wait in `extend`; otherwise, a `resume` takes them back.
+        """
         await anyio.lowlevel.checkpoint_if_cancelled()
         self._session.check_usable()
         record = self._record
@@ -680,13 +685,13 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
     @property
     def planned_checkpoints(self) -> tuple[int, ...]:
         """The positions after the hit, in tokens, at which a checkpoint of the recurrent state serves later prompts.
-        Name those that were written to `offer`."""
+        Pass the positions that you have written to `offer`."""
         return self._session.ledger.planned_checkpoints(self._live())
 
     @property
     def retry_max_hit_tokens(self) -> int | None:
-        """The `max_hit_tokens` for a next request of the same prompt: the end of a load that fell short. It keeps the
-        same copy from being tried forever. None: no load fell short."""
+        """The `max_hit_tokens` for the next request with the same prompt: the end of a load that fell short. With this
+        limit, the same copy is not tried forever. None if no load fell short."""
         return None if self._record is None else self._record.retry_max_hit_tokens
 
     # -- the hit --------------------------------------------------------------------------------------------------
@@ -748,10 +753,10 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
 
         `into` holds the request's block tables, one per group, from the first token at least to the end of the hit.
         Copies write only to the blocks that it names for the loaded tokens. If fewer tokens are ready than were
-        matched, compute the others into other blocks: copies may still write to those of `into`. `max_tokens` limits
-        the load and is rounded down to a block. After a cancellation, you may call this again, without `into`.
-        `into_checkpoint`: with a recurrent state, the blocks for the checkpoint at the end of the hit; the lists of its
-        groups in `into` are ignored.
+        matched, compute the others into other blocks, because copies may still write to the blocks of `into`.
+        `max_tokens` limits the load and is rounded down to a block. After a cancellation, you may call this again,
+        without `into`. With a recurrent state, `into_checkpoint` holds the blocks for the checkpoint at the end of the
+        hit, and the lists of its groups in `into` are ignored.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         record = self._live()
@@ -786,10 +791,11 @@ class EngineRequest(RequestBase[HostCache, HostCacheRequest]):
         `block_ids` names the blocks: one table per group, from the first token on. Only the ids of stored blocks are
         read and checked; with `is_last`, all are checked.
 
-        `after` is the fence after the compute that wrote the blocks; None: after all work on the current stream so far.
-        Copies hold the blocks until they are over, even if the request ends. `is_last`: the last offer of the request,
-        which also stores the window blocks that a later prompt needs. `checkpoints`: with a recurrent state, the blocks
-        that hold a checkpoint now, by its number of tokens; the lists of its groups in `block_ids` are ignored.
+        `after` is a fence after the compute that wrote the blocks; None: after all work on the current stream so far.
+        Copies hold the blocks until they are over, even if the request ends. `is_last` marks the last offer of the
+        request, which also stores the window blocks that a later prompt needs. With a recurrent state, `checkpoints`
+        names the blocks that hold a checkpoint now, by the checkpoint's number of tokens; the lists of its groups in
+        `block_ids` are ignored.
         """
         record, session = self._live(), self._session
         fence, before = session.fence_after(after), record.num_computed_tokens

@@ -1,4 +1,4 @@
-"""The runtime: the ledger, the copy worker and the transport, wired to one event loop.
+"""The runtime: it connects the ledger, the copy worker and the transport to one event loop.
 
     __aenter__   bind the session to the running loop, and the worker's wake-ups; open the transport; start the worker's
                  task, and wait until it runs; OPEN; begin with the lower tiers
@@ -202,7 +202,8 @@ AnyRequest = TypeVar("AnyRequest", bound=RequestBase[Any, Any])
 
 @attrs.frozen
 class RuntimeStatistics(LedgerStatistics):
-    """A snapshot. `device` and `host` hold num_blocks, num_free, num_cached, num_pinned, num_quarantined."""
+    """A snapshot of all counts. `device` and `host` have num_blocks, num_free, num_cached, num_pinned,
+    num_quarantined."""
 
     transfers: TransferStatistics
     disk_transfers: DiskStatistics | None = None
@@ -217,7 +218,7 @@ class RuntimeStatistics(LedgerStatistics):
     """Number of times that a request computed a part of its host hit, because computing was faster, or better for the
     requests after it."""
     off_reason: str = ""
-    """Why the cache has turned itself off: nothing is loaded or stored any more. Empty while it is on."""
+    """Why the cache has turned itself off, so that nothing is loaded or stored any more. Empty while it is on."""
 
 
 class RuntimeBase(Generic[AnyFace, AnyRequest]):
@@ -450,8 +451,8 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
 
     def report_queue(self, num_tokens: int) -> None:
         """Report that the engine will compute `num_tokens` tokens of prompts before those of the next request. Call it
-        at each step, or never: without it, the runtime counts the tokens that requests have to compute after their
-        loads."""
+        at each step, or never. If you never call it, the runtime counts the tokens that requests have to compute after
+        their loads."""
         self._session.check_usable()
         check_int("num_tokens", num_tokens, 0, MOST_TOKENS)
         if self._session.costs is not None:
@@ -468,7 +469,8 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
     # -- cached prompts -------------------------------------------------------------------------------------------
 
     def lookup(self, token_ids: TokenIds, **identity: Unpack[Identity]) -> PrefixMatch:
-        """The cached part of a prompt. Pins nothing, refreshes nothing: it may be evicted at the next await."""
+        """The cached part of a prompt. The call pins and refreshes nothing, so this part may be evicted at the next
+        await."""
         return self.ledger.lookup(self._session.prefix(f"{type(self).__name__}.lookup", token_ids, identity))
 
     # -- handles --------------------------------------------------------------------------------------------------
@@ -486,12 +488,12 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
 
     @property
     def hints(self) -> RuntimeHints:
-        """Do what clients say about the future of their prompts."""
+        """Act on hints: what clients say about the future of their prompts."""
         return RuntimeHints(self._session, self)
 
     @property
     def disk(self) -> RuntimeDisk:
-        """Wait for the blocks that an earlier process has left. `ConfigError("disk")` without a disk."""
+        """Wait for the blocks that an earlier process has left on the disk. `ConfigError("disk")` without a disk."""
         _ = self.ledger.disk
         return RuntimeDisk(self._session, self)
 
@@ -547,7 +549,7 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
     # -- reports --------------------------------------------------------------------------------------------------
 
     def explain(self) -> str:
-        """`reports.requests()` and `reports.holders()` as a table to print."""
+        """The contents of `reports.requests()` and `reports.holders()` as a table to print."""
         self._session.check_may_read()
         remarks = [remark for work in self._session.lower_tiers for remark in work.remarks()]
         return "\n".join((self.ledger.explain(), *map(printable, remarks)))
@@ -578,7 +580,7 @@ AnyRuntime: TypeAlias = RuntimeBase[Any, Any]
 
 
 class OffloadRuntime(RuntimeBase[Ledger, Request]):
-    """An async context manager around one engine's KV cache, whose device blocks it allocates.
+    """An async context manager around the KV cache of one engine. The runtime allocates the device blocks.
 
     `kv_caches`: a tensor `[num_blocks, ...]`, a sequence or mapping of them, or `KVRegion`s, all of one block pool;
     row 0 is the null block. `transport` replaces them if the tensors are elsewhere. `device_pool` hands out the block
@@ -656,8 +658,8 @@ class OffloadRuntime(RuntimeBase[Ledger, Request]):
         """Hold the blocks of `requests` while a forward uses them, in any thread, even if a request ends meanwhile.
 
         A load waits only for the steps that used its destination blocks, and not for all compute so far. So once you
-        use steps, run every forward in one, also a forward whose result you may discard, and commit once for each step.
-        If you never use steps, loads wait for all compute so far.
+        use steps, run every forward in one, even if you may discard its result, and commit once for each step. If you
+        never use steps, loads wait for all compute so far.
 
         Pass a pending load in place of its request to start the forward before the load is over (see `PendingLoad`).
         """
@@ -677,8 +679,8 @@ class OffloadRuntime(RuntimeBase[Ledger, Request]):
     def commit_step(self, computed: Iterable[Computed], after: Fence | None = None) -> tuple[Request, ...]:
         """Commit several requests of one forward after one fence, all or nothing.
 
-        Requests that have ended or were preempted meanwhile, even if they were resumed since, are left out and
-        returned: the KV computed for them is lost.
+        Requests that have ended or were preempted meanwhile are left out and returned, even if they were resumed since:
+        the KV computed for them is lost.
         """
         return commit_step(self._session, computed, after)
 
@@ -698,8 +700,8 @@ class EnginePromptOptions(PromptOptions, total=False):
 class HostCacheRuntime(RuntimeBase[HostCache, EngineRequest]):
     """An async context manager around host memory, for an engine that has a block pool and a prefix cache of its own.
 
-    `engine_blocks`: the engine's pool (docs/engines.md). `kv_caches`, `transport`, `observers` and `extensions` as for
-    `OffloadRuntime`.
+    `engine_blocks` is the engine's pool (docs/engines.md). `kv_caches`, `transport`, `observers` and `extensions` are
+    those of `OffloadRuntime`.
     """
 
     _request_class = EngineRequest
@@ -732,17 +734,8 @@ class HostCacheRuntime(RuntimeBase[HostCache, EngineRequest]):
     def request(
         self, token_ids: TokenIds, request_id: str | None = None, **options: Unpack[EnginePromptOptions]
     ) -> EngineRequest:
-        """A request for the prompt `token_ids` (one dimension of ids in `[0, 2**31)`, copied here).
-
-        `cache_salt`, `adapter_key` and `key_spans` are part of the identity of KV: KV is shared only between requests
-        for which they are equal. `deadline_s` counts from entering. `max_hit_tokens` and `hit_alignment` limit the
-        cache hit; `reads_cache=False` disables it. `store` (all, the prompt, or nothing) and `max_store_tokens` (first
-        tokens) limit the blocks that are stored to the host. `num_device_tokens`: leading tokens in the engine's own
-        cache.
-
-        An array of any length is read here. A list or tuple of more than 8,192 ids is read on entering, with turns for
-        other tasks in between. It must not change until then, and `cancel(request_id)` finds the request only later.
-        """
+        """A request for the prompt `token_ids`, as from `OffloadRuntime.request`, which documents the options.
+        `num_device_tokens`: leading tokens in the engine's own cache."""
         if options:
             check_names("HostCacheRuntime.request", options, EnginePromptOptions)
         return self._request(token_ids, request_id, {**options})
@@ -755,10 +748,7 @@ class HostCacheRuntime(RuntimeBase[HostCache, EngineRequest]):
         request_id: str | None = None,
         **options: Unpack[EnginePromptOptions],
     ) -> Result:
-        """Run `function(request)` in a new task; returns its result. `RequestAborted` if the request was cancelled.
-
-        Only this method spawns a task for a request: cancelling the caller, natively too, cancels only this request.
-        """
+        """As `OffloadRuntime.run`, with an `EngineRequest`."""
         check_callable("function", function)
         return await self._run(function, self.request(token_ids, request_id, **options))
 

@@ -1,4 +1,4 @@
-"""The copy worker: connects the copy queue, which never waits, to one event loop.
+"""The copy worker: the task that runs the copy queue, which never waits, in one event loop.
 
 Completions arrive in threads of the transport, at any time. The ledger may change only in the event loop's thread, so a
 thread only appends its completion to the queue and wakes the loop; the loop's callback (`_wake`) settles all that was

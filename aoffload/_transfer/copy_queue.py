@@ -220,7 +220,8 @@ class Launches(Protocol):
     """The part of a `Transport` that the queue needs."""
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
-        """Start copying once `after` has passed. `TransferRefused`: nothing was started, and no completion follows."""
+        """Start copying once `after` has passed. If it raises `TransferRefused`, nothing was started, and no completion
+        follows."""
         ...
 
 
@@ -240,10 +241,10 @@ class CopyQueue:
     ended.
 
     A job has `transfer_timeout_s` (a store: `store_timeout_s`) from its launch, or from the end of the job before it if
-    that is later. Without a completion by then it is given up: its destination is quarantined, and its link launches
-    nothing more until the job is proven to be over, which an UNPROVEN report does not do. So a stalled transport
-    causes misses, and no queue grows. If the ledger itself fails, or the device is lost, the cache turns itself off:
-    nothing is launched any more, and requests see only misses.
+    that is later. Without a completion by then, the job is given up: its destination is quarantined, and its link
+    launches nothing more until the job is proven to be over. An UNPROVEN report is no such proof. So a stalled
+    transport causes misses, and no queue grows. If the ledger itself fails, or the device is lost, the cache turns
+    itself off: nothing is launched any more, and requests see only misses.
 
     `clock` counts seconds, such as `time.monotonic`. All calls belong to the ledger's thread, except for `deliver`.
     `observer` receives the events of a copy queue (see `Event`); its exceptions are dropped. `block_bytes` is the size
@@ -388,7 +389,7 @@ class CopyQueue:
         self.give_up_late()
 
     def settle_delivered(self) -> None:
-        """Settle delivered completions, and begin the next turn: `launch` may copy at once again."""
+        """Settle delivered completions, and begin the next turn: `launch` may make small copies itself again."""
         self._settle_inbox()
         self._begin_turn()
         for link in self._links.values():
@@ -397,9 +398,9 @@ class CopyQueue:
         self.ended()
 
     def settle_now(self) -> bool:
-        """Settle the completions that are there, such as those of copies that `launch` has made itself, and launch
-        waiting jobs. Returns whether there were any. No new turn begins: the bytes that `launch` has copied in this
-        turn still count against its bound."""
+        """Settle the completions delivered so far, such as those of copies that `launch` has made itself, and launch
+        waiting jobs. Returns whether there were any completions. No new turn begins: the bytes that `launch` has copied
+        in this turn still count against its bound."""
         if not self._inbox:
             return False
         self._settle_inbox()
@@ -432,9 +433,9 @@ class CopyQueue:
                 self._check_device()
 
     def call_ledger(self, function: Callable[..., Any], *args: object) -> Any:
-        """Call `function`, which calls the ledger. An exception is a bug in the ledger. It turns the cache off and
-        returns None, because it must not end the caller, which is an event loop or a request. The error of an extension
-        is only reported, because the ledger is intact."""
+        """Call `function`, which calls the ledger. An exception is a bug in the ledger: the cache turns itself off, and
+        this method returns None, because the exception must not end the caller, which is an event loop or a request.
+        The error of an extension is only reported, because the ledger is intact."""
         try:
             return function(*args)
         except ExtensionError as error:
@@ -454,8 +455,8 @@ class CopyQueue:
 
     @property
     def next_deadline(self) -> float:
-        """The time on `clock` at which a copy in flight becomes late or a pin lapses; infinity if neither will. Call
-        `advance` then."""
+        """The time on `clock` at which to call `advance`, because a copy in flight becomes late or a pin lapses;
+        infinity if neither will."""
         try:
             due = self.ledger.next_lapse
         except ExtensionError as error:
@@ -489,8 +490,8 @@ class CopyQueue:
                 self._give_up(link, mine, error)
 
     def invalidate_sources(self, job_ids: Iterable[int]) -> None:
-        """The sources of these launched jobs were invalidated, so the transport must not make their copies findable.
-        The jobs still report when they are over."""
+        """Tell the transport that the sources of these launched jobs were invalidated, so that it does not make the
+        copies findable. The jobs still report when they are over."""
         for job_id in job_ids:
             self._tell_given_up(job_id)
 
@@ -572,19 +573,19 @@ class CopyQueue:
         return 0 if link is None else len(link.queue) + len(link.in_flight)
 
     def room_bytes(self, source: Tier, destination: Tier) -> int:
-        """Number of bytes that could be submitted to this link and launched at once: its bound minus the bytes that are
-        queued or in flight. 0 if the link is stalled."""
+        """Bytes that could be submitted to this link and launched at once: its bound minus the bytes that are queued or
+        in flight. 0 if the link is stalled."""
         link = self.link(source, destination)
         is_stalled = link.overdue or not self.is_accepting
         return 0 if is_stalled else max(0, link.max_bytes - link.num_bytes - link.queued_bytes)
 
     def seconds(self, source: Tier, destination: Tier, num_blocks: int) -> float:
-        """Seconds that a copy of `num_blocks` would take if it was submitted now. 0 if the link was not measured,
+        """Seconds that a copy of `num_blocks` would take if it were submitted now. 0 if the link was not measured,
         because then the first copy measures it."""
         return self.link(source, destination).arrives_s(num_blocks * self.block_bytes, self.clock())
 
     def is_stalled(self, source: Tier, destination: Tier) -> bool:
-        """Whether this link refuses jobs, because jobs that were given up are not proven to be over."""
+        """Whether this link launches nothing, because jobs that were given up are not proven to be over."""
         link = self._links.get((source, destination))
         return link is not None and bool(link.overdue)
 

@@ -37,7 +37,7 @@ class Fence(Protocol):
 
 @attrs.frozen
 class PassedFence:
-    """A fence after work that was already over when it was recorded; on a CPU, all work is."""
+    """A fence after work that was already over when the fence was recorded. On a CPU, all work is over by then."""
 
     def query(self) -> bool:
         return True
@@ -87,7 +87,7 @@ in stream order, and is not handed out earlier."""
 @attrs.define(eq=False)
 class StepFences:
     """The fences of ended steps, for a program that drives a `Ledger`. Call `ended` before a step ends, and pass the
-    result of `Ledger.last_step` for a load to `before_load`. For the ledger's thread."""
+    result of `Ledger.last_step` for a load to `before_load`. Call both in the ledger's thread."""
 
     _pending: deque[tuple[int, Fence | None]] = attrs.field(init=False, factory=deque)
     """Ended steps whose fences may not have passed yet, by number, the oldest first. A fence is None if none could be
@@ -96,7 +96,7 @@ class StepFences:
     """The number of the last step that has ended."""
 
     def ended(self, number: int, fence: Fence | None) -> None:
-        """Step `number`, which is `Ledger.num_steps_ended + 1`, ends with `fence`, which is after all compute so far.
+        """Record the end of step `number`, which is `Ledger.num_steps_ended + 1`. `fence` is after all compute so far.
         None: no fence could be recorded."""
         if type(number) is not int:
             check_int("number", number, 0)
@@ -111,7 +111,7 @@ class StepFences:
         self._forget_passed()
 
     def before_load(self, number: int) -> OnlyAfter | None:
-        """The fences for a load whose destinations were used by steps up to `number`. None: the load has to wait for
+        """The fences for a load whose destinations were used by steps up to `number`. None if the load has to wait for
         all compute so far, because the steps are unknown (0), or one of them has no fence."""
         if type(number) is not int:
             check_int("number", number, 0)
@@ -245,7 +245,7 @@ class RegionFences:
 
 @attrs.frozen
 class LoadedRegion:
-    """A fence that passes when every job of a load has copied one region; without jobs it has passed.
+    """A fence that passes when every job of a load has copied one region. Without jobs, the fence has passed.
 
     `torch.cuda.Stream.wait_event` accepts it like a torch event.
     """
@@ -254,24 +254,25 @@ class LoadedRegion:
 
     @property
     def is_given(self) -> bool:
-        """Whether all copies of the region were submitted to the device, or are known never to be. Otherwise, `wait`
-        and `synchronize` sleep until then."""
+        """Whether all copies of the region were submitted to the device, or are known never to be submitted. While this
+        is False, `wait` and `synchronize` sleep."""
         return all(fence.is_given for fence in self.jobs)
 
     def query(self) -> bool:
-        """Whether the region is loaded, without waiting. `RegionNotLoaded` if it never will be."""
+        """Whether the region is loaded, without waiting. Raises `RegionNotLoaded` if it never will be loaded."""
         return all(fence.query() for fence in self.jobs)
 
     def synchronize(self) -> None:
-        """Block the calling thread (never the event loop's) until then. `RegionNotLoaded` if it never happens."""
+        """Block the calling thread (never the event loop's) until the region is loaded. Raises `RegionNotLoaded` if it
+        never will be."""
         for fence in self.jobs:
             fence.synchronize()
 
     def wait(self, stream: Stream | None = None) -> None:
         """Make later work on `stream` (None: the current one) wait for the region, on the device.
 
-        For the thread of the forward: it sleeps until the copy was submitted to the device, or, on a CPU, until the
-        region is loaded. `RegionNotLoaded` if it never will be.
+        Call it in the thread of the forward. The thread sleeps until the copy was submitted to the device, or, on a
+        CPU, until the region is loaded. Raises `RegionNotLoaded` if it never will be.
         """
         for fence in self.jobs:
             fence.wait(stream)

@@ -58,12 +58,12 @@ class BlockChecksums:
     """
 
     def __init__(self, num_host_blocks: int, digests: NDArray[np.uint8] | None = None) -> None:
-        """`digests`: memory for the checksums, all zero, that other processes may share."""
+        """`digests`: memory for the checksums, all zero. Other processes may share this memory."""
         own = np.zeros((num_host_blocks, DIGEST_BYTES), dtype=np.uint8)
         self._digests = own if digests is None else digests
 
     def close(self) -> None:
-        """Let go of the memory, which other processes may share."""
+        """Release the memory, which other processes may share."""
         self._digests = np.zeros((0, DIGEST_BYTES), dtype=np.uint8)
 
     def record(self, host_id: int, block: NDArray[np.uint8]) -> None:

@@ -60,8 +60,8 @@ _IDLE_S = 10.0
 
 class LocalTransport:
     """Copies between `kv_caches` (see `regions_of`) and host memory, with a lane for each direction. With `disk` and
-    `remote`, also between host memory and that disk or store, on threads of their own. `tiers`: the copies of tiers of
-    the program's own (see `LowerTier`).
+    `remote`, it also copies between host memory and that disk or store, on threads of their own. `tiers`: the copies of
+    tiers that the program adds (see `LowerTier`).
 
     `backend` makes a `CopyBackend` from the regions; by default `CpuBackend` or `CudaBackend`, by the device of the
     tensors. Raises `RegionError` for tensors that a block id cannot address.
@@ -134,7 +134,8 @@ class LocalTransport:
     @property
     def opens_slowly(self) -> bool:
         """Whether `open` takes seconds. Page-locking takes seconds for each 10 GiB; measuring the break-even of the
-        copy kernel and allocating the files of a disk also take long. A tier of the program's own may do so, too."""
+        copy kernel and allocating the files of a disk also take long. A tier that the program adds may open slowly,
+        too."""
         return isinstance(self.backend, ReportsPinning) or self._disk is not None or bool(self.tiers)
 
     @property
@@ -158,7 +159,8 @@ class LocalTransport:
             self.backend.report_pinning(hear)
 
     def open(self, num_host_blocks: int, *, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
-        """Allocate and start the threads. `WrongState` the second time; `ConfigError` without enough memory.
+        """Allocate and start the threads. `WrongState` if it is called a second time; `ConfigError` without enough
+        memory.
 
         If it raises, it leaves nothing open.
         """
@@ -197,7 +199,8 @@ class LocalTransport:
             self._most_bytes_at_once = hand_over_bytes(next(iter(self._lanes.values())).hand_over)
 
     def record_fence(self) -> Fence:
-        """`TransferRefused` if the device records none; `DeviceGone` if it is lost."""
+        """A fence after all compute so far. `TransferRefused` if none can be recorded; `DeviceGone` if the device is
+        lost."""
         self._loss.check()
         try:
             return self.backend.record_fence()
@@ -208,8 +211,8 @@ class LocalTransport:
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
         """Hand the plan to its thread. A small copy may be made at once (see `begin_turn`); `deliver` is then called
-        before this returns. `TransferRefused` for invalid block ids, and after closing; `DeviceGone` once the device is
-        lost."""
+        before this method returns. `TransferRefused` for invalid block ids, and after closing; `DeviceGone` once the
+        device is lost."""
         if not self._lanes:
             raise TransferRefused("the transport is not open")
         self._loss.check()
@@ -250,9 +253,9 @@ class LocalTransport:
             raise
 
     def begin_turn(self) -> None:
-        """Call this once in each turn of your event loop, after you have settled completions: `launch` may then again
-        make small copies of CPU tensors itself, up to a number of bytes. Do not call it if you settle completions
-        inside `deliver`."""
+        """Call this once in each turn of your event loop, after you have settled completions. In this turn, `launch`
+        may then again make small copies of CPU tensors itself, up to a number of bytes. Do not call it if you settle
+        completions inside `deliver`."""
         self._left_bytes = TURN_BYTES
 
     def give_up(self, job_id: int) -> None:

@@ -42,7 +42,8 @@ def _plain(tensor: Any) -> torch.Tensor:
 
 @attrs.frozen(eq=False)
 class KVRegion:
-    """One tensor addressed by block id: block `b` is the `block_bytes` at byte `b * block_stride_bytes` of it.
+    """One tensor addressed by block id: block `b` is the `block_bytes` bytes at byte `b * block_stride_bytes` of the
+    tensor.
 
     Only a block has to be contiguous. For example, keys and values that alternate inside one tensor are two regions of
     it. The tensor may have any dtype: bytes are never interpreted. A region keeps the tensor's memory alive.
@@ -92,7 +93,8 @@ class KVRegion:
     def all_of(cls, tensor: torch.Tensor, block_axis: int = 0) -> tuple[KVRegion, ...]:
         """The fewest regions that cover all bytes of a tensor whose axis `block_axis` counts blocks.
 
-        Two for `[2, num_blocks, ...]` (keys, then values) with `block_axis=1`: one for the keys, one for the values.
+        A tensor `[2, num_blocks, ...]` (keys, then values) with `block_axis=1` has two: one for the keys, one for the
+        values.
         """
         found, waiting = list[KVRegion](), [_blocks_first(tensor, block_axis)]
         while waiting:

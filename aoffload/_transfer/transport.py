@@ -1,4 +1,4 @@
-"""The transport protocol: executes plans on the tensors and delivers completions."""
+"""The transport protocol: a transport executes plans on the tensors and delivers their completions."""
 
 from __future__ import annotations
 
@@ -197,11 +197,11 @@ class TransportTier(Protocol):
         ...
 
     def launch(self, plan: TransferPlan) -> None:
-        """Start copying. `TransferRefused`: nothing was started, and no completion follows."""
+        """Start copying. If it raises `TransferRefused`, nothing was started, and no completion follows."""
         ...
 
     def give_up(self, job_id: int) -> None:
-        """The source of this job may be overwritten once this method has returned, so a store must not complete any
+        """Give up a job. Its source may be overwritten once this method has returned, so a store must not complete any
         more. The job still reports when it is over. `job_id` may be that of another tier's job, or of a job that is
         over."""
         ...
@@ -345,7 +345,7 @@ class Transport(Protocol):
 
     `launch` and `record_fence` are called in the event loop's thread and must not block. Every launched plan gets
     exactly one completion, from any thread, perhaps before `launch` returns. After an UNPROVEN completion, a late proof
-    may follow. The ledger survives a transport that dies or hangs instead. Once `launch` or `record_fence` has raised
+    may follow. If a transport dies or hangs instead, the ledger survives. Once `launch` or `record_fence` has raised
     `DeviceGone`, the runtime calls neither again; it still closes the transport.
     """
 
@@ -362,8 +362,8 @@ class Transport(Protocol):
     def open(self, num_host_blocks: int, *, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
         """Allocate `num_host_blocks` of host memory and prepare to launch. Host block ids start at 0.
 
-        Called in the event loop's thread, or in a worker thread if the transport is `SlowToOpen` and says so. If it
-        raises, it leaves nothing open.
+        Called in the event loop's thread, or in a worker thread if the transport is `SlowToOpen` and `opens_slowly` is
+        True. If it raises, it leaves nothing open.
         """
         ...
 
@@ -372,13 +372,13 @@ class Transport(Protocol):
         ...
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
-        """Start copying once `after` has passed. `TransferRefused`: nothing was started, and no completion follows.
-        `plan.payload` is None, except in a store to the disk (`DiskPayload`) and in a copy from or to a remote store
-        (`CellLabel`).
+        """Start copying once `after` has passed. If it raises `TransferRefused`, nothing was started, and no completion
+        follows. `plan.payload` is None, except in a store to the disk (`DiskPayload`) and in a copy from or to a remote
+        store (`CellLabel`).
 
-        A load, and a store without `after`, also wait for all compute on the caller's stream so far: it may still read
-        the load's destination, or write the store's source. With `OnlyAfter` as `after`, the copy waits for those
-        fences alone.
+        A load, and a store without `after`, also wait for all compute on the caller's stream so far, because it may
+        still read the load's destination, or write the store's source. With `OnlyAfter` as `after`, the copy waits for
+        those fences alone.
         """
         ...
 

@@ -36,10 +36,10 @@ class Ask:
     max_store_tokens: int | None = None
     deadline_s: float | None = None
     waits: bool = True
-    """Whether it loads with `load`. Otherwise it uses `load_nowait` and a later `wait`."""
+    """Whether the request loads with `load`. Otherwise it uses `load_nowait` and a later `wait`."""
     num_preemptions: int = 0
-    """Maximum number of times that it is preempted and resumed."""
+    """Maximum number of times that the request is preempted and resumed."""
     starts_early: bool = False
-    """Whether its first forward begins during its load (layer-wise overlap). Not with `in_slices`."""
+    """Whether the first forward of the request begins during its load (layer-wise overlap). Not with `in_slices`."""
     in_slices: bool = False
-    """Whether it allocates slice by slice. Blocks that have left a window are free for the next slice."""
+    """Whether the request allocates slice by slice. Blocks that have left a window are free for the next slice."""

@@ -21,7 +21,7 @@ class Option:
     """Number of the actor that would take the step, in the order of creation."""
     name: str
     since: int
-    """The step at which it became ready."""
+    """The step at which the option became ready."""
     run: object
 
 
@@ -34,7 +34,7 @@ class Chooser(Protocol):
 
 
 class RandomChooser:
-    """Every option has the same probability."""
+    """Picks every option with the same probability."""
 
     def __init__(self, seed: int | str) -> None:
         self._random = random.Random(f"random {seed}")
@@ -71,7 +71,7 @@ class PriorityChooser:
 
 
 class Exactly:
-    """Picks the first option, except at the listed steps. Shrunk runs are written and replayed with it."""
+    """Picks the first option, except at the listed steps. Shrunk runs are written and replayed with this chooser."""
 
     def __init__(self, decisions: Mapping[int, int]) -> None:
         self.decisions = dict(decisions)

@@ -58,9 +58,9 @@ class Client:
     request: Request | None = None
     was_injected: bool = False
     may_abort: tuple[str, ...] = ()
-    """Reasons besides injections for which its requests may be aborted."""
+    """Reasons besides injections for which requests of the client may be aborted."""
     may_raise: tuple[type[Exception], ...] = (RuntimeClosed, RequestAborted)
-    """Errors that it may end with when the runtime closes or its copy worker dies."""
+    """Errors that the client may end with when the runtime closes or its copy worker dies."""
     is_running: bool = False
     _scope: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
     _outer: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
@@ -127,7 +127,8 @@ class Client:
                     yield task.get_coro()
 
     def cancel(self, kind: str) -> bool:
-        """Cancel the client in one of the ways of `Cancel.blows`. False: its request has ended, or there is none."""
+        """Cancel the client in one of the ways of `Cancel.blows`. Returns False if its request has ended, or if there
+        is none."""
         if kind == "request":
             if self.request is None or self.request.state in (RequestState.DONE, RequestState.ABORTED):
                 return False
@@ -142,7 +143,8 @@ class Client:
         return True
 
     def check(self) -> None:
-        """The client lost no hit and is done, unless an injection or its own options explain another outcome."""
+        """Raise `Violation` unless the client is done without a lost hit, or an injection or its own options explain
+        the outcome."""
         if self.outcome == "R" and not self.simulation.may_recompute:
             raise Violation("a hit was lost", f"{self.name} had to compute what it had matched")
         if self.was_injected or self.outcome in ("D", "R") or self._is_explained():

@@ -25,7 +25,7 @@ SPOILED = -2
 
 
 class ForwardFailed(Exception):  # noqa: N818 - what happened
-    """A kernel failed on the device."""
+    """A kernel failed on the simulated device."""
 
 
 @attrs.define(eq=False)

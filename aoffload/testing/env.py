@@ -25,7 +25,8 @@ class SimulatedEnv(Env):
     scheduler: Scheduler = attrs.field(kw_only=True)
     delays: random.Random = attrs.field(kw_only=True)
     others: Callable[[int], None] = attrs.field(default=lambda num_steps: None, kw_only=True)
-    """Runs up to that many steps of other actors. Only asyncio's loop can; on trio the work of a thread is one step."""
+    """Runs up to this number of steps of other actors. Only asyncio's loop can do that; on trio, the work of a thread
+    is one step."""
 
     def now(self) -> float:
         return self.scheduler.now
@@ -44,9 +45,9 @@ class SimulatedEnv(Env):
     async def run_in_thread(
         self, function: Callable[[], Result], limiter: anyio.CapacityLimiter | None = None
     ) -> Result:
-        """Run `function` as in a worker thread: at a step of its own. Its result arrives at another step.
+        """Run `function` as in a worker thread, at a step of its own. The result arrives at another step.
 
-        Scoped cancellation waits for the thread. Native cancellation leaves it running.
+        Scoped cancellation waits for the thread. Native cancellation leaves the thread running.
         """
         await anyio.lowlevel.checkpoint()
         over = anyio.Event()

@@ -66,7 +66,7 @@ def exhaust(plan: Plan, scenario: Scenario, num_deviations: int = 2, at_most: in
 
 
 def replay(line: str, scenario: Scenario) -> Result:
-    """Run a printed plan again, with its trace and its log."""
+    """Run a printed plan again, and record its trace and its log."""
     return simulate(Plan.parse(line), scenario, keep_trace=True)
 
 
@@ -117,7 +117,7 @@ class Tally:
     """Totals of a campaign."""
 
     min_choices: int = 20
-    """Runs with fewer real choices don't count as explored."""
+    """Runs with fewer real choices do not count as explored."""
     num_runs: int = 0
     num_cancels: int = 0
     num_checks: int = 0

@@ -19,11 +19,11 @@ class FaultKind:
     name: str
     about: str
     needs_verify: bool = False
-    """Only checksums can notice it, so it is injected only into runtimes with `verify=True`."""
+    """Whether the fault is injected only into runtimes with `verify=True`, because only checksums can notice it."""
     may_time_out: bool = False
     """Whether an affected request may have no way to end except a timeout."""
     may_take_room: bool = False
-    """Blocks may end in quarantine, so a request may no longer fit."""
+    """Whether blocks may end in quarantine, so that a request may no longer fit."""
 
 
 _KINDS = (
@@ -84,7 +84,8 @@ def _known(_: object, attribute: object, value: str) -> None:
 
 @attrs.frozen
 class Fault:
-    """`kind` happens at its `at`-th opportunity, counted from 0. With `lasting`, it happens at every later one, too."""
+    """`kind` happens at its `at`-th opportunity, counted from 0. With `lasting`, it also happens at every later
+    opportunity."""
 
     kind: str = attrs.field(validator=_known)
     at: int = 0

@@ -33,16 +33,16 @@ class JobFault(enum.Enum):
     """Outcomes of a faulty job of a `FaultyTransport`."""
 
     FAIL = "fail"
-    """The first half of its blocks is copied, the others are not, and it ends FAILED."""
+    """The first half of the job's blocks is copied, the others are not, and the job ends FAILED."""
     CORRUPT = "corrupt"
-    """The same, but it ends CORRUPT: the other blocks differ from the stored bytes."""
+    """As FAIL, but the job ends CORRUPT, and the other blocks differ from the stored bytes."""
     REFUSE = "refuse"
     """`launch` raises `TransferRefused`."""
     UNPROVEN = "unproven"
-    """It ends UNPROVEN at once. The copy comes late, over blocks that must not have another owner, and the proof with
-    it."""
+    """The job ends UNPROVEN at once. Its copy and the proof come late. The copy then writes to blocks that must not
+    have another owner."""
     HANG = "hang"
-    """It does not end before its copy, which comes late."""
+    """The job does not end before its copy, which comes late."""
 
 
 _LATE = (JobFault.UNPROVEN, JobFault.HANG)
@@ -51,11 +51,11 @@ _ENDS = {JobFault.FAIL: Outcome.FAILED, JobFault.CORRUPT: Outcome.CORRUPT}
 
 class FaultyTransport:
     """A `Transport` around another one. Every `every`-th job goes wrong, with one of `faults` in turn, each a
-    `JobFault` or its value. Only jobs of `direction` count. None: loads and stores.
+    `JobFault` or its value. Only jobs of `direction` count; None: loads and stores.
 
-    Late copies begin at `release`, and each of them by itself `late_s` seconds after its launch, which needs a running
-    event loop. Copies that have not begun when the transport is closed never begin. An engine that keeps its promises
-    ends each request with the right bytes, or computes again, whatever goes wrong here.
+    Late copies begin at `release`. With `late_s`, each also begins by itself, that many seconds after its launch; this
+    needs a running event loop. Copies that have not begun when the transport is closed never begin. An engine that
+    keeps its promises ends each request with the right bytes, or computes again, whatever goes wrong here.
     """
 
     def __init__(

@@ -42,7 +42,8 @@ class Tags:
 
 @attrs.define(eq=False)
 class Memory:
-    """One tier: `content[block_id]` is a tag, `generation[block_id]` counts how often the block was allocated."""
+    """The blocks of one tier: `content[block_id]` is a tag, `generation[block_id]` counts how often the block was
+    allocated."""
 
     tier: Tier
     num_rows: int

@@ -79,7 +79,7 @@ class Result:
     """With `note_waits`: lines of the package at which a client was suspended, each with a cancellation that meets the
     first client there."""
     suspensions: dict[str, int]
-    """How often each client was suspended. It can be cancelled at each of these points."""
+    """How often each client was suspended. A client can be cancelled at each of these points."""
     num_checks: int
     num_blocks_checked: int
     counts: Counter[str]

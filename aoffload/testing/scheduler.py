@@ -41,21 +41,21 @@ class Scheduler:
 
     chooser: Chooser
     max_idle_steps: int = 4000
-    """More steps than that without time passing are a livelock."""
+    """More steps than this without time passing are a livelock."""
     keep_trace: bool = False
     before_step: Callable[[], None] = lambda: None
     """Called before each step, for injections."""
     after_step: Callable[[], None] = lambda: None
     """Called after each step, for the oracles."""
     before_wait: Callable[[float], None] = lambda until: None
-    """Called when nothing is ready, with the time until which nothing will be. Here the oracles look for tasks that
-    should have been woken, or should be before that time."""
+    """Called when nothing is ready, with the time until which nothing will be ready. Here the oracles look for tasks
+    that should have been woken, or should be woken before that time."""
     now: float = 0.0
     step: int = 0
     num_choices: int = 0
     """Steps with more than one option."""
     steps_of: Counter[str] = attrs.field(factory=Counter)
-    """Steps taken, by name. A task was suspended after each of its steps, or has ended."""
+    """Steps taken, by name. After each of its steps, a task was suspended or has ended."""
     trace: list[Decision] = attrs.field(factory=list)
     _ready: list[Option] = attrs.field(factory=list)
     _later: list[tuple[float, int, str, Callable[[], None]]] = attrs.field(factory=list)
@@ -77,7 +77,7 @@ class Scheduler:
         return self._hash.hexdigest()
 
     def add(self, actor: int, name: str, run: object) -> None:
-        """`actor` can take its next step."""
+        """Record that `actor` can take its next step."""
         self._ready.append(Option(actor, name, self.step, run))
 
     def act(self, name: str, run: Callable[[], None], delay_s: float = 0.0) -> None:
@@ -110,7 +110,7 @@ class Scheduler:
             self.trace.append(Decision(self.step, self.now, len(self._ready), index, chosen.name))
 
     def advance(self, next_timer: float) -> None:
-        """Nothing is ready: let time pass until something is, or until the loop's next timer."""
+        """Let time pass until something is ready, or until the loop's next timer. Called when nothing is ready."""
         target = min(next_timer, self._later[0][0] if self._later else FOREVER)
         self.before_wait(target)
         if target == FOREVER:
@@ -121,12 +121,12 @@ class Scheduler:
         self.collect()
 
     def jump(self, seconds: float) -> None:
-        """Let the clock leap, as after a blocked loop or a suspend of the machine."""
+        """Make the clock leap, as after a blocked loop or a suspend of the machine."""
         self.now += seconds
         self.collect()
 
     def collect(self) -> None:
-        """Make everything ready that is due."""
+        """Make every actor ready that is due."""
         while self._later and self._later[0][0] <= self.now:
             _, actor, name, run = heapq.heappop(self._later)
             self.add(actor, name, run)

@@ -26,13 +26,14 @@ class SimulatedEngine(TagEngine):
     _preempted: WeakKeyDictionary[Request, int] = attrs.field(factory=WeakKeyDictionary)
 
     async def serve(self, name: str, ask: Ask, watch: Callable[[Request], None] = lambda request: None) -> None:
-        """Serve one request, from its match to its last token. `watch` gets it directly after it is entered."""
+        """Serve one request, from its match to its last token. `watch` gets the request directly after it is
+        entered."""
         async with self.open(name, ask) as request:
             watch(request)
             await self.run(request, ask)
 
     def open(self, name: str, ask: Ask) -> Request:
-        """A request. Enter it at once, because resets are counted from here."""
+        """Make a request. Enter it at once, because resets are counted from here."""
         request: Request = self.runtime.request(
             ask.tokens, name, cache_salt=ask.salt, adapter_key=ask.adapter, deadline_s=ask.deadline_s,
             max_hit_tokens=ask.max_hit_tokens, hit_alignment=ask.hit_alignment, key_spans=ask.key_spans,

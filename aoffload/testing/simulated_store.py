@@ -55,9 +55,9 @@ class StoreCall:
 class SimulatedStore:
     """An `ObjectStore` in memory, spread over `num_nodes` nodes.
 
-    The store calls `fault` before every call to learn which fault to simulate. It calls `wait`, outside its lock, for a
-    call that waits. It passes each delayed write to `later`. By default, `arrive` applies delayed writes. With
-    `keeps_first`, a second put of a key changes nothing and raises nothing. `capacity` is a number of objects. Above
+    The store calls `fault` before every call to learn which fault to simulate. If a call has to wait, the store calls
+    `wait`, outside its lock. It passes each delayed write to `later`. By default, `arrive` applies delayed writes. With
+    `keeps_first`, a second put of a key changes nothing and raises nothing. `capacity` is a number of objects; above
     it, the oldest object is evicted.
     """
 

@@ -106,8 +106,9 @@ class Simulation:
         **options: Any,
     ) -> SimulatedEngine:
         """An engine on its own runtime: `async with engine.runtime: ...`. Groups without an entry in `attention` have
-        full attention. Each rank has its own memories, and each must have the right bytes. With `num_slots`, it has a
-        disk of that many slots. With `store`, it has this store as its remote tier, in cells of `cell_units`."""
+        full attention. Each rank has its own memories, and each must have the right bytes. With `num_slots`, the
+        runtime has a disk of that many slots. With `store`, it has this store as its remote tier, in cells of
+        `cell_units`."""
         options.setdefault("num_host_blocks", 8)
         kinds = (*attention, *[FullAttention()] * len(block_sizes))
         groups = [KVCacheGroup(f"group{i}", kinds[i], size) for i, size in enumerate(block_sizes)]
@@ -144,7 +145,7 @@ class Simulation:
         slots: Slots | None = None,
     ) -> SimulatedEngine:
         """Like `runtime`, for a whole configuration. `num_device_blocks` does not count the null block. `blocks_on`
-        makes the `engine_blocks` of an engine that owns its device blocks. They report the owner of a block. `slots`
+        makes the `engine_blocks` of an engine that owns its device blocks; they report the owner of a block. `slots`
         are the contents of the configured disk, empty by default. `InvalidArgument` if a group has a recurrent state,
         unless engines of `kind` serve that."""
         recurrent = [group.name for group in configured_groups(config) if group.is_recurrent]
@@ -198,7 +199,7 @@ class Simulation:
         rank.is_doomed = lambda job_id: job_id not in unsettled or unsettled[job_id].epoch is NoEpoch.INVALIDATED
 
     def spawn(self, name: str, function: Callable[[Client], Awaitable[None]]) -> Client:
-        """A client in a task of its own. It can be cancelled without effect on others."""
+        """Start a client in a task of its own. Cancelling it does not affect other clients."""
         client = Client(name, function, self)
         self.clients.append(client)
         if self._group is not None:

@@ -140,16 +140,16 @@ class KVEventPublisher:
     """Publishes the blocks that `ledger` (`runtime.ledger`) caches while its `with` block runs. Make, enter and leave
     it in the thread that calls the ledger.
 
-    `bind` is the address that subscribers connect to. `connect`, in its place, is the address of a router that listens
-    itself. `replay` is the address for requests of missed batches. The publisher listens only at the addresses given;
+    `bind` is the address that subscribers connect to. If a router listens itself, pass its address as `connect`
+    instead. `replay` is the address for requests of missed batches. The publisher listens only at the addresses given;
     the default for `bind` is on loopback. The first batch says that the cache is empty, and then what it contains. The
     last batch says that it is empty.
 
     A message has three frames: `topic`, the number of the batch (8 bytes, big-endian, from 0), and the batch in
-    msgpack: `[seconds since 1970, events, data_parallel_rank]`. To request a missing batch, send an empty frame and
-    its number to `replay`. The answers have the frames empty, `topic`, number and batch, for each later batch that
-    is kept; the last one has eight bytes `ff` in place of the number. If a batch is no longer kept, the whole cache
-    is published again, at most once a second.
+    msgpack: `[seconds since 1970, events, data_parallel_rank]`. To request a missing batch, send an empty frame and the
+    number of the batch to `replay`. The answers have the frames empty, `topic`, number and batch, for each later batch
+    that is kept; the last answer has eight bytes `ff` in place of the number. If a batch is no longer kept, the whole
+    cache is published again, at most once a second.
     """
 
     def __init__(

@@ -87,8 +87,8 @@ MAX_REPORTS = 1024
 
 
 class Metrics:
-    """One of the `observers` of one runtime, or of one `Ledger`. `env` has its clock: pass the runtime's `env` if the
-    runtime has its own."""
+    """Counts events, as one of the `observers` of one runtime or of one `Ledger`. If you give the runtime an `env`,
+    pass it here, too, because it has the clock."""
 
     def __init__(self, env: Env | None = None) -> None:
         self.now = Env().now if env is None else check_type("env", env, Env).now
@@ -181,7 +181,7 @@ class Metrics:
             self.throughput[link].add(completion.num_bytes / completion.duration_s)
 
     def completion_delivered(self, event: CompletionDelivered) -> None:
-        """Called in the copy thread."""
+        """Called in the copy thread, unlike the other methods."""
         self._reports.append((event.completion.job_id, self.now()))
 
     def _count_latency(self, link: Link, job_id: int) -> None:

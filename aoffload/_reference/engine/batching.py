@@ -128,11 +128,11 @@ class EngineOptions:
 
     block_size: int = 16
     prefill_tokens: int = 64
-    """The grid, in tokens: slices of a prompt start, and hits end, at its multiples."""
+    """The grid, in tokens: slices of a prompt start, and hits end, at multiples of this number."""
     decode_rows: int = 8
     """Rows of a decode step, padded with dummies."""
     max_running: int = 8
-    """Requests in the engine at a time. Further ones queue, first come, first served."""
+    """Requests in the engine at a time. Further requests queue, first come, first served."""
     prefill_start: PrefillStart = PrefillStart.LOADED
     reuse_decoded: bool = False
     """Commit all computed tokens, also the last, shorter slice of a prompt and decoded tokens. Their KV differs in a
@@ -148,7 +148,7 @@ class EngineOptions:
 
     @property
     def num_scratch_blocks(self) -> int:
-        """Rows that the engine needs in the KV tensor after the runtime's blocks."""
+        """Rows of the KV tensor that the engine needs after the runtime's blocks."""
         return self.prefill_tokens // self.block_size
 
     def num_blocks(self, num_tokens: int) -> int:

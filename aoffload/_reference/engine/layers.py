@@ -98,32 +98,32 @@ def layer_regions(kv_cache: torch.Tensor) -> list[KVRegion]:
 
 @attrs.frozen
 class LayerFences:
-    """One fence for each slot of the KV tensor's rows. After it has passed, a forward may read the slot. Empty:
-    everything is loaded."""
+    """One fence for each slot of the KV tensor's rows. A forward may read a slot after its fence has passed. Without
+    fences, everything is loaded."""
 
     slots: tuple[LoadedRegion, ...] = ()
 
     @classmethod
     def of(cls, regions: Sequence[LoadedRegion], num_slots: int) -> LayerFences:
-        """From the regions of a load that `layer_regions` made. If their number differs from `num_slots`, they do not
-        correspond to layers, so every layer waits for all of them."""
+        """The fences from the regions of a load that `layer_regions` made. If their number differs from `num_slots`,
+        they do not correspond to layers, so every layer waits for all of them."""
         if len(regions) == num_slots:
             return cls(tuple(regions))
         jobs = [job for region in regions for job in region.jobs]
         return cls((attrs.evolve(regions[0], jobs=tuple(dict.fromkeys(jobs))),) * num_slots)
 
     def wait_for(self, place: LayerPlace) -> None:
-        """Wait for the loaded KV of a layer, in the forward's thread. On a CPU it blocks until the KV is loaded. On a
-        GPU it blocks until the copy is queued, and has the current stream wait. `RegionNotLoaded` if the KV never
-        comes."""
+        """Wait for the loaded KV of a layer, in the forward's thread. On a CPU, the call blocks until the KV is loaded.
+        On a GPU, it blocks until the copy is queued, and makes the current stream wait. `RegionNotLoaded` if the KV
+        never comes."""
         if self.slots:
             self.slots[place.slot].wait()
 
     def give_up(self, error: str) -> None:
-        """Have threads that wait for a copy to begin raise `RegionNotLoaded` now. It does not affect copies that have
-        begun.
+        """Make threads that wait for a copy to begin raise `RegionNotLoaded` now. Copies that have begun are not
+        affected.
 
-        Call from any thread.
+        Any thread may call this.
         """
         for region in self.slots:
             region.give_up(error)

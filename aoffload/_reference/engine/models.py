@@ -1,4 +1,4 @@
-"""Models by name."""
+"""Makes models by name."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MODEL_NAMES = ("tiny", "1b", "llama", "qwen3", "gemma3", "gpt-oss", "qwen3-next"
 
 
 def load_model(name: str, *, seed: int = 0, device: torch.device | str = "cpu") -> PagedModel:
-    """Make `"tiny"` or `"1b"` (plain torch; `1b` in bfloat16, for a GPU), another of `MODEL_NAMES` (transformers), or
-    load a local directory.
+    """Make `"tiny"` or `"1b"` (plain torch; `1b` in bfloat16, for a GPU), make another of `MODEL_NAMES` (transformers),
+    or load a local directory.
 
     A named model has weights drawn from `seed`. They are the same on every device, and torch's own generator is not
     used. A directory contains a config and safetensors, as `save_pretrained` writes them. Nothing is ever downloaded.
-    Raises `InvalidArgument` naming `model` for anything else, and `MissingExtra` if transformers is needed but not
-    installed. A model of transformers is first compared with its own forward. If block tables and windows do not
-    compute the same, `ConfigError` names `model` and gives the reason.
+    `InvalidArgument` names `model` for anything else; `MissingExtra` if transformers is needed but not installed. A
+    model of transformers is first compared with its own forward. If it does not compute the same with block tables and
+    windows, `ConfigError` names `model` and gives the reason.
     """
     if name == "tiny":
         return Decoder(DecoderConfig(), seed=seed, device=device)

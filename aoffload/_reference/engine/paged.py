@@ -76,12 +76,12 @@ class Span:
 
 @attrs.define(eq=False)
 class PagedBatch:
-    """The packed tokens of one forward. Made by `of`, used once, by one thread."""
+    """The packed tokens of one forward. Make it with `of`. One thread uses it once."""
 
     input_ids: torch.Tensor
     """int64 [T], the tokens of all slices, one slice after the other."""
     positions: torch.Tensor
-    """int64 [T], absolute."""
+    """int64 [T], the absolute position of each token."""
     slot_blocks: tuple[torch.Tensor, ...]
     """For each group int64 [T], the block that each token's KV is written to."""
     slot_offsets: torch.Tensor
@@ -93,7 +93,7 @@ class PagedBatch:
     fences: LayerFences = NOTHING_TO_WAIT_FOR
     """The fences that each layer waits for before it reads KV."""
     slices: Sequence[SequenceSlice] = ()
-    """What the batch was made of."""
+    """The slices that the batch was made of."""
 
     @property
     def num_tokens(self) -> int:
@@ -164,13 +164,13 @@ class _Packed:
 
 
 class PagedModel(Protocol):
-    """A decoder whose keys and values are in a paged tensor that its caller owns."""
+    """A decoder whose keys and values are in a paged tensor. The caller owns the tensor."""
 
     vocab_size: int
     groups: tuple[LayerGroup, ...]
-    """Its layers by attention kind; slices have a block table for each group, in this order."""
+    """The layers of the model by attention kind. Slices have a block table for each group, in this order."""
     max_positions: int
-    """The longest sequence that the model supports, in tokens, prompt and answer."""
+    """The longest sequence that the model supports, in tokens of prompt and answer together."""
     end_token_ids: frozenset[int]
     """Tokens that end an answer; empty if the model has none."""
 

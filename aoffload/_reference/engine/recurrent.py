@@ -50,14 +50,14 @@ class StatePiece:
 
 @attrs.frozen
 class StateLayout:
-    """All states of one sequence."""
+    """The places of all recurrent states of one sequence in its slot."""
 
     pieces: tuple[StatePiece, ...]
     device: torch.device
 
     @classmethod
     def of(cls, tensors: Sequence[tuple[int, str, int, torch.Tensor]], device: torch.device) -> StateLayout:
-        """From the states of a sequence, as (layer, name, index, tensor), in the order of the slot."""
+        """The layout for the states of a sequence, given as (layer, name, index, tensor), in the order of the slot."""
         pieces: list[StatePiece] = []
         offset = 0
         for layer, name, index, tensor in tensors:
@@ -109,7 +109,7 @@ class Slot:
     views: tuple[torch.Tensor, ...]
     """`views[i]` is the state of `layout.pieces[i]`, in `memory`."""
     num_tokens: int = 0
-    """The position of the state: it summarises the tokens before it. Or `BROKEN`."""
+    """The position of the state, which summarises the tokens before this position; or `BROKEN`."""
 
     def reset(self) -> None:
         """Return to the initial state, that of position 0."""
@@ -158,16 +158,16 @@ class RecurrentSlice(SequenceSlice):
     """The states of all tokens before `start`, unless `resume` brings them. None: a dummy that pads a batch, whose
     recurrent layers are not computed."""
     resume: Sequence[int] = attrs.field(default=(), kw_only=True)
-    """The blocks of the checkpoint of position `start`. Empty: the slot has the state."""
+    """The blocks of the checkpoint of position `start`. Empty if the slot has the state already."""
     checkpoint: Sequence[int] = attrs.field(default=(), kw_only=True)
-    """The blocks for a checkpoint of the position after the slice's last token. Empty: none."""
+    """The blocks for a checkpoint of the position after the slice's last token. Empty for no checkpoint."""
 
     @property
     def stop(self) -> int:
         return self.start + len(self.token_ids)
 
     def enter(self, kv_cache: torch.Tensor) -> None:
-        """Before the forward: bring the slot to `start`, and mark it as in work."""
+        """Bring the slot to `start`, and mark it as in work. Call this before the forward."""
         slot = self.slot
         if slot is None:
             return
@@ -179,7 +179,7 @@ class RecurrentSlice(SequenceSlice):
         slot.num_tokens = BROKEN
 
     def leave(self, kv_cache: torch.Tensor) -> None:
-        """After the forward: the slot is at `stop`."""
+        """Record that the slot is at `stop`. Call this after the forward."""
         if self.slot is not None:
             self.slot.num_tokens = self.stop
             if self.checkpoint:

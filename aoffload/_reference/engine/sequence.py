@@ -40,7 +40,8 @@ class SliceResult:
 
 @attrs.frozen(kw_only=True)
 class Generation:
-    """One finished request. Times are the engine's clock, in seconds. All but `arrived_s` are times of its last try.
+    """The result of one finished request. Times are seconds of the engine's clock. All times but `arrived_s` are those
+    of the last try.
 
     `num_device_tokens + num_host_tokens + num_computed_tokens == num_prompt_tokens`: the sources of the prompt's KV.
     """
@@ -55,7 +56,7 @@ class Generation:
     num_computed_tokens: int
     arrived_s: float
     admitted_s: float
-    """The time at which its blocks were granted."""
+    """The time at which the blocks of the request were granted."""
     first_token_s: float
     finished_s: float
 

@@ -124,7 +124,7 @@ class ServerState(enum.Enum):
 
     OPEN = "ok"
     DRAINING = "draining"
-    """Admitted requests get their answers. New ones are refused."""
+    """Admitted requests get their answers. New requests are refused."""
     ENDING = "ending"
     """Admitted requests are ended with 503."""
 
@@ -145,7 +145,7 @@ class Admission:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Hold a place for the duration of the block. `ApiError` with 429 or 503 if there is none."""
+        """Hold a place for the duration of the block. `ApiError` with 429 or 503 if there is no place."""
         if self.state is not ServerState.OPEN:
             raise _shut_down()
         if self.num_inside >= self.max_inside:
@@ -160,7 +160,7 @@ class Admission:
                 self._empty.set()
 
     def drain(self) -> None:
-        """Refuse requests from now on, also those whose body is half read."""
+        """Refuse requests from now on, even if their bodies are half read."""
         if self.state is ServerState.OPEN:
             self.state = ServerState.DRAINING
             self.readings.end(_shut_down)
@@ -175,7 +175,7 @@ class Admission:
         await self._ending.wait()
 
     async def wait_empty(self) -> None:
-        """Wait until no request is left. Only after `drain`, or more may be admitted."""
+        """Wait until no request is left. Call this only after `drain`, because more requests may be admitted before."""
         while self.num_inside:
             self._empty = anyio.Event()
             await self._empty.wait()

@@ -1,4 +1,4 @@
-"""An endpoint: handles a request from its body to the last byte of the answer, in the request's task."""
+"""An endpoint: it handles a request from its body to the last byte of the answer, in the request's task."""
 
 from __future__ import annotations
 

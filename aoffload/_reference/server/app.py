@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 def make_app(service: Service) -> Starlette:
-    """An ASGI application around an engine, which has to stay open for as long as the application is used.
+    """An ASGI application around an engine. Keep the engine open for as long as the application is used.
 
-    It has no state besides `service` and starts nothing by itself. It runs in the event loop of the engine, asyncio or
-    trio.
+    The application has no state besides `service` and starts nothing by itself. It runs in the event loop of the
+    engine, asyncio or trio.
     """
     views = _Views(service, int(time.time()))
     completions = Answering(service=service, read=read_completion, new_wire=CompletionWire.new, prompt_field="prompt")

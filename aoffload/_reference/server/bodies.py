@@ -232,7 +232,7 @@ class Limits:
     model_name: str
     vocab_size: int
     num_tokens: int
-    """Prompt and answer together."""
+    """Maximum tokens of prompt and answer together."""
     requires_salt: bool = False
     """Whether each request has to name its `cache_salt`."""
 

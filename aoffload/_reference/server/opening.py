@@ -35,7 +35,8 @@ CHECKPOINT_TOKENS = 1024
 
 @asynccontextmanager
 async def open_service(options: ServerOptions, model: PagedModel, logger: Any = None) -> AsyncIterator[Service]:
-    """A service on an engine with `model`. Raises `ConfigError` or `InvalidArgument` for options that cannot work."""
+    """A service on an engine with `model`, open inside the block. `ConfigError` or `InvalidArgument` for options that
+    cannot work."""
     engine_options = EngineOptions(block_size=BLOCK_SIZE, max_running=options.max_running)
     limits = limits_of(options, model)
     tokenizer = tokenizer_of(options, model)

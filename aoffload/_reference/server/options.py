@@ -19,12 +19,12 @@ SECONDS = number("a positive number of seconds up to 1e6", lambda value: 0 < val
 
 @attrs.frozen(kw_only=True)
 class ServerOptions:
-    """Times are seconds."""
+    """The options of the server. Times are seconds."""
 
     model: str = "llama"
     """A name of `MODEL_NAMES`, or a local directory."""
     served_name: str | None = None
-    """Name of the model for clients. None: its own name, or that of its directory."""
+    """Name of the model for clients. None: the name in `model`, or that of its directory."""
     seed: int = 0
     device: str = "cpu"
     host: str = "127.0.0.1"
@@ -35,7 +35,7 @@ class ServerOptions:
     api_key_file: Path | None = None
     """A file with the key, for the command."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names in the URLs that clients may use. A server on loopback always accepts those of loopback."""
+    """Host names that clients may use in URLs. A server on loopback always accepts the names of loopback."""
     requires_salt: bool = False
     """Refuse requests without a `cache_salt`."""
     num_device_blocks: int | None = None
@@ -44,7 +44,7 @@ class ServerOptions:
     """None: 32,768 tokens for each group of layers. 0: no offload."""
     store: str = "eager"
     load: str = "always"
-    """How much of a hit in host memory to load: `always` all of it, or only tokens that load faster than they
+    """How much of a hit in host memory to load: `always` loads all of it, `cost` only tokens that load faster than they
     compute."""
     eviction: str = "lru"
     disk: Path | None = None
@@ -57,28 +57,29 @@ class ServerOptions:
     max_running: int = 16
     """Requests in the engine at a time."""
     max_requests: int = 256
-    """Requests in the server at a time. Further ones are refused with 429."""
+    """Requests in the server at a time. Further requests are refused with 429."""
     max_tokens: int | None = None
-    """Prompt and answer of one request. None: the most that the model supports and that fits on the device."""
+    """Maximum tokens of prompt and answer of one request. None: the most that the model supports and that fits on the
+    device."""
     max_body_bytes: int = 2**20
     max_reading_bytes: int = MAX_READING_BYTES
     """Bound on the bytes of all incomplete bodies."""
     max_connections: int = 1024
-    """Fewer if the process may not open that many descriptors."""
+    """Maximum connections. The limit is lower if the process may not open that many descriptors."""
     max_unread_bytes: int = 2**24
     """Bound on the unread bytes of complete answers."""
     read_timeout_s: float = READ_TIMEOUT_S
     """Time limit for a client to send a header, to send a body, or to read more of its answer."""
     answer_timeout_s: float = 600.0
-    """From the end of the body to the last byte read by the client."""
+    """Time from the end of the body until the client has read the last byte of the answer."""
     drain_timeout_s: float = 30.0
     """Time for admitted requests to finish after SIGTERM."""
     num_threads: int = 1
     """Threads of torch."""
     log: Path | None = None
-    """One JSON line for each event of the runtime."""
+    """A file for one JSON line for each event of the runtime."""
     write_tokenizer: Path | None = None
-    """Write the byte-level tokenizer into this directory, and serve nothing."""
+    """A directory. The command writes the byte-level tokenizer into it, and serves nothing."""
 
 
 def make_parser() -> argparse.ArgumentParser:

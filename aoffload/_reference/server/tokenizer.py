@@ -34,7 +34,7 @@ class Speller(Protocol):
         ...
 
     def finish(self) -> str:
-        """The remaining text, with replacement characters for incomplete ones."""
+        """The remaining text, with replacement characters for incomplete characters."""
         ...
 
 
@@ -59,8 +59,8 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Every byte of UTF-8 is a token, id 0 to 255. Four ids mark the parts of a chat.
 
-    The other ids of the vocabulary, which a model with random weights picks as often as any, spell words. They make it
-    visible whether two answers differ. No text is encoded as them.
+    The other ids of the vocabulary spell words. A model with random weights picks them as often as any id, and the
+    words show whether two answers differ. No text is encoded as these ids.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -133,7 +133,7 @@ def write_tokenizer(tokenizer: ByteTokenizer, directory: str | Path, *, max_toke
     """Write `tokenizer.json` and `tokenizer_config.json`. Creates the directory if it is missing.
 
     The files encode text as the server does, except for the four markers of a chat, which the server encodes as plain
-    text. Programs read `max_tokens` as the longest prompt. Raises `InvalidArgument` naming `directory`.
+    text. Programs read `max_tokens` as the longest prompt. `InvalidArgument` names `directory` if it cannot be written.
     """
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

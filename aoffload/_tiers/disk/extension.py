@@ -19,7 +19,7 @@ from .rules import DiskBlocks, Restores, SlotPool, check_restored
 
 
 class DiskExtension(LedgerExtension):
-    """`Ledger.disk` and `HostCache.disk`."""
+    """Plans the copies of the disk (`Ledger.disk`, `HostCache.disk`)."""
 
     _blocks: DiskBlocks
 

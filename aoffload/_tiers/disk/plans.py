@@ -24,9 +24,9 @@ class BlockLabel:
 
     component: int
     place: int
-    """Number of the block among the `width` blocks that the unit has in the component."""
+    """Place of the block among the `width` blocks that the unit has in the component."""
     position: int
-    """The unit, counted from the start of the prompt."""
+    """Number of the unit, counted from the start of the prompt."""
     root: bytes
     """Digest of the root keys."""
     digest: bytes
@@ -42,8 +42,8 @@ class DiskPayload:
     """The payload of a store to the disk."""
 
     labels: tuple[BlockLabel | None, ...]
-    """The label of each block of the plan. None if the tokens alone do not identify the contents; no restart finds such
-    a block."""
+    """The label of each block of the plan. None if the tokens alone do not identify the contents of the block; no
+    restart finds such a block."""
     generation: int
     """Number of resets of the disk when the job was planned. A restart finds only blocks of the last generation."""
 

@@ -53,7 +53,7 @@ class _Kept:
 
 
 class Fetches(LedgerExtension):
-    """`Ledger.fetches` and `HostCache.fetches`."""
+    """Begins fetches from the tiers below the host (`Ledger.fetches`, `HostCache.fetches`)."""
 
     def __init__(self) -> None:
         self._kept: dict[LedgerRequest, _Kept] = {}
@@ -87,8 +87,8 @@ class Fetches(LedgerExtension):
         for_request: LedgerRequest | None = None,
     ) -> Fetch:
         """Start copying the units of `prefix` that only lower tiers hold to the host. Launch the `plans` of the fetch.
-        `num_remote_tokens`: the end of the last whole cell that the remote store has of `prefix`, because you have
-        asked the store. The fetch loads these cells, too, if no tier in the index holds their units.
+        Ask the remote store for the whole cells that it has of `prefix`, and pass the end of the last one as
+        `num_remote_tokens`. The fetch then loads these cells, too, if no tier in the index holds their units.
 
         All fetches together take at most `max_fetch_share` of the host; a larger fetch brings only its leading units.
         Two fetches of one prefix share the copies. A fetch ends at the first cell that the store does not hold. `wake`

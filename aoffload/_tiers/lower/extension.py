@@ -20,13 +20,14 @@ from .rules import stores_to
 
 
 class LowerTier(LedgerExtension):
-    """The program's own tier: `Tier.CUSTOM`, with `num_blocks` blocks. Pass it to a runtime or a ledger in
+    """A tier that the program adds: `Tier.CUSTOM`, with `num_blocks` blocks. Pass it to a runtime or a ledger in
     `extensions`. A runtime also needs the tier's copies (see `LocalTransport`).
 
     The tier stores the blocks that the host evicts next. A request fetches blocks of its prompt from the tier into the
     host. `timeouts_s`: seconds after which a load and a store are given up. None: `transfer_timeout_s` and
     `store_timeout_s`. A derived class may override the hooks of `LedgerExtension`; it has to call `super` in `on_build`
-    and `on_attach`."""
+    and `on_attach`.
+    """
 
     tier = Tier.CUSTOM
 

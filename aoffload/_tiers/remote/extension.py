@@ -30,14 +30,15 @@ class RemoteCounts:
     """Numbers of cells that are being copied or removed. Only the store knows the cells that it holds."""
 
     num_loads: int
-    """Being loaded into the host."""
+    """Cells that are being loaded into the host."""
     num_stores: int
+    """Cells that are being stored."""
     num_forgotten: int
     """Cells to remove from the store: see `take_forgotten`."""
 
 
 class RemoteExtension(LedgerExtension):
-    """`Ledger.remote` and `HostCache.remote`."""
+    """Plans the copies of the remote tier (`Ledger.remote`, `HostCache.remote`)."""
 
     stores: RemoteStores
 
@@ -75,7 +76,8 @@ class RemoteExtension(LedgerExtension):
         """Plan stores of whole cells that are in the host and were requested twice, at most `max_blocks` blocks, the
         most recently requested first. Cheap if nothing has changed.
 
-        The call calls `is_wanted` for each cell. It must return False if the store holds the cell."""
+        `is_wanted` is called for each cell, and must return False if the store holds the cell.
+        """
         ledger = self._ledger
         ledger.hooks.refuse_verb()
         check_int("max_blocks", max_blocks, 0)

@@ -1,4 +1,4 @@
-"""A rank in its own process, as the deciding process sees it."""
+"""A rank in its own process, as the deciding process sees it. A rank is one set of KV tensors and its host memory."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ class ProcessRank:
     # -- start ----------------------------------------------------------------------------------------------------
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Wait until `build` has returned. May block. `ConfigError` if it raised, ended its process, or took longer
-        than `timeout_s` seconds; the process is gone then."""
+        """Wait until `build` has returned. May block. `ConfigError` if `build` raised, ended its process, or took
+        longer than `timeout_s` seconds; the process is gone then."""
         if self._ready is not None:
             return
         if self._refusal:
@@ -167,7 +167,7 @@ class ProcessRank:
         self._outbox.put(encode(Close(max(0.0, timeout_s))))
 
     def join(self, timeout_s: float) -> bool:
-        """Whether every copy is over. Kills a process that has not ended within `timeout_s` seconds."""
+        """Whether every copy is over. Kills the process if it has not ended within `timeout_s` seconds."""
         if self._reader is None:
             self._kill()
             return not self._process.is_alive()

@@ -53,7 +53,7 @@ class Rank(Protocol):
         ...
 
     def wait_open(self, timeout_s: float) -> None:
-        """Wait until the host memory is allocated. `ConfigError` with its size if it cannot be. May block."""
+        """Wait until the host memory is allocated. `ConfigError` with the size if it cannot be allocated. May block."""
         ...
 
     def record_fence(self, number: int) -> None:
@@ -61,7 +61,7 @@ class Rank(Protocol):
         ...
 
     def release_fence(self, number: int) -> None:
-        """Drop this fence: no later command names it. Called from finalisers, so it must take no lock."""
+        """Drop this fence, because no later command names it. Called from finalisers, so it must take no lock."""
         ...
 
     def launch(self, plan: TransferPlan, after: int | None) -> None:
@@ -80,7 +80,7 @@ class Rank(Protocol):
         ...
 
     def statistics(self) -> TransferStatistics:
-        """The counts of this rank, as far as they are known."""
+        """The counts of this rank that are known so far."""
         ...
 
 
@@ -116,7 +116,8 @@ class LocalRank:
         env: Env,
         memory: str = "",
     ) -> None:
-        """`ConfigError` with the size if there is no memory. Never calls `lost`: this rank lives in this process."""
+        """Allocate the host memory. `ConfigError` with the size if there is too little memory. Never calls `lost`,
+        because this rank lives in this process."""
         if memory and not isinstance(self.transport, SharesHostMemory):
             raise ConfigError("num_replicas", f"must be 1: {self.transport!r} cannot share host memory")
         try:
@@ -132,7 +133,7 @@ class LocalRank:
             self.transport.report_pinning(hear)
 
     def wait_open(self, timeout_s: float) -> None:
-        """Nothing to wait for: `open` has allocated."""
+        """Does nothing, because `open` has allocated the memory."""
 
     def record_fence(self, number: int) -> None:
         self._fences[number] = self.transport.record_fence()
@@ -149,7 +150,7 @@ class LocalRank:
             raise TransferRefused(f"job {plan.job_id}: there is no fence {after}")
 
     def stop(self, timeout_s: float) -> None:
-        """Nothing to do before `join`: the caller launches nothing more."""
+        """Does nothing before `join`, because the caller launches nothing more."""
 
     def join(self, timeout_s: float) -> bool:
         return self.transport.close(timeout_s)

@@ -101,7 +101,7 @@ class JobTally:
         return self._conclusion(completion.job_id, job)
 
     def lose(self, rank: int, reason: str) -> list[Completion]:
-        """`rank` is dead, which proves its copies over. Returns the completions to deliver."""
+        """Record that `rank` is dead, which proves that its copies are over. Returns the completions to deliver."""
         check_int("rank", rank, 0, self._num_ranks - 1)
         check_text("reason", reason)
         ends = (Completion(job_id, Outcome.FAILED, error=reason) for job_id in tuple(self._jobs))
@@ -151,24 +151,24 @@ class RankFence:
 class RankTransport:
     """Implements `Transport` over `ranks` (`ProcessRank`, `LocalRank`, or any other `Rank`), in the order given.
 
-    A plan goes to every rank, and is complete when every rank's part is: LANDED if all landed, UNPROVEN if any rank
-    reports it, otherwise a failure with the blocks that landed on all ranks. The completion is delivered only when the
-    last rank has reported or is dead, so the job keeps its blocks until then. When a rank dies, its jobs fail at once,
-    and every later launch is refused: a part of every block is lost. To go on, start the ranks again with a new
-    transport and a new runtime.
+    A plan goes to every rank, and is complete when every rank has completed its part: LANDED if all parts landed,
+    UNPROVEN if any rank reports it, otherwise a failure with the blocks that landed on all ranks. The completion is
+    delivered only when the last rank has reported or is dead, so the job keeps its blocks until then. When a rank dies,
+    its jobs fail at once, and every later launch is refused, because a part of every block is lost. To go on, start the
+    ranks again with a new transport and a new runtime.
 
     Capacity is fixed from the start: `num_device_blocks` is the minimum of the ranks, `block_bytes` the sum of their
     parts, and each rank opens the same number of host blocks.
 
-    **Replicas.** Each group of `num_replicas` consecutive ranks holds the same bytes in every block. For MLA this is
-    all ranks, because every rank needs the latents; it is several ranks if a model has fewer KV heads than ranks. The
-    ranks of a group share one host memory and take turns with stores; every rank makes each load. `block_bytes` counts
-    a group once. Linux only.
+    **Replicas.** Each group of `num_replicas` consecutive ranks holds the same bytes in every block. For MLA, one group
+    has all ranks, because every rank needs the latents. If a model has fewer KV heads than ranks, a group has several
+    ranks. The ranks of a group share one host memory and take turns with stores; every rank makes each load.
+    `block_bytes` counts a group once. Linux only.
     """
 
     def __init__(self, ranks: Sequence[Rank], *, open_timeout_s: float = 600.0, num_replicas: int = 1) -> None:
-        """`open_timeout_s`: seconds that the ranks may take to allocate. Raises `ConfigError` without ranks, and if
-        `num_replicas` does not divide their number, or the ranks of a group have blocks of different sizes."""
+        """`open_timeout_s`: seconds that the ranks may take to allocate. `ConfigError` without ranks, if `num_replicas`
+        does not divide the number of ranks, or if the ranks of a group have blocks of different sizes."""
         self.ranks = as_tuple("ranks", ranks, "Rank", ConfigError)
         for index, rank in enumerate(self.ranks):
             check_has(f"ranks[{index}]", rank, "Rank", RANKS, ConfigError)
@@ -196,7 +196,7 @@ class RankTransport:
         """Start `num_ranks` processes that each call `build(rank, num_ranks)` for their tensors; see `ProcessRank`.
         `num_replicas`: how many consecutive ranks hold the same bytes.
 
-        May block for `timeout_s` seconds, as `open` may. `ConfigError` names the rank that did not get ready.
+        May block for `timeout_s` seconds, as `open` may. `ConfigError` names the rank that was not ready in time.
         """
         check_int("num_ranks", num_ranks, 1, MAX_RANKS, ConfigError)
         _check_timeout("timeout_s", timeout_s)
@@ -216,17 +216,18 @@ class RankTransport:
 
     @property
     def opens_slowly(self) -> bool:
-        """Always: `open` waits for all ranks to allocate."""
+        """Always True, because `open` waits for all ranks to allocate."""
         return True
 
     def report_pinning(self, hear: Callable[[PinProgress], None]) -> None:
-        """For ranks in this process only: rank processes have their own log."""
+        """Report the page-locking of ranks in this process to `hear`. Rank processes have their own log."""
         for rank in self.ranks:
             if isinstance(rank, ReportsPinning):
                 rank.report_pinning(hear)
 
     def open(self, num_host_blocks: int, *, verify: bool, deliver: Callable[[Completion], None], env: Env) -> None:
-        """Have every rank allocate. `ConfigError` names the rank and the size that it cannot have; all are closed then.
+        """Make every rank allocate. `ConfigError` names the rank and the size that it cannot allocate; all ranks are
+        closed then.
 
         Blocks until the last rank has answered.
         """
@@ -264,7 +265,8 @@ class RankTransport:
             memory.close()
 
     def close(self, timeout_s: float) -> bool:
-        """End every rank within `timeout_s` seconds; kill slower processes. Returns whether all copies have ended."""
+        """End every rank within `timeout_s` seconds; kill processes that take longer. Returns whether all copies have
+        ended."""
         deadline_s = time.monotonic() + timeout_s
         self._refuse(TransferRefused("the transport is closed"))
         for rank in self.ranks:
@@ -305,8 +307,8 @@ class RankTransport:
         return fence
 
     def launch(self, plan: TransferPlan, after: Fence | None) -> None:
-        """Send the plan to every rank. `DeviceGone` when one is dead or its device lost, `TransferRefused` for a fence
-        that is not from `record_fence`."""
+        """Send the plan to every rank. `DeviceGone` if a rank is dead or its device is lost, `TransferRefused` for a
+        fence that is not from `record_fence`."""
         number = self._number(after)
         with self._lock:
             self._check_usable()
@@ -383,7 +385,7 @@ class RankTransport:
     def statistics(self) -> TransferStatistics:
         """Counts over all ranks: the minimum of jobs and blocks (`blocks_corrupt`: the maximum), the sum of bytes, and
         the maximum of seconds. A store counts once for a group of replicas. A rank process reports its counts with each
-        job that ends; a dead one keeps its last."""
+        job that ends. The counts of a dead rank stay as it last reported them."""
         found = [rank.statistics() for rank in self.ranks]
         groups = [found[at : at + self.num_replicas] for at in range(0, len(found), self.num_replicas)]
         return TransferStatistics(

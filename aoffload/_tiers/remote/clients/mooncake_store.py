@@ -13,7 +13,7 @@ from ....errors import ConfigError, StoreError
 
 class MooncakeStore:
     """An `ObjectStore` in Mooncake Store. `client` is a `mooncake.store.MooncakeDistributedStore` after its `setup`;
-    `from_addresses` makes one. Needs one of its distributions, such as `mooncake-transfer-engine`.
+    `from_addresses` makes one. Needs a package that contains `mooncake.store`, such as `mooncake-transfer-engine`.
 
     Its calls have no time-out. A call to a machine that hangs returns after half a minute, and blocks its thread until
     then. A second put of a key does not replace the object, which suffices for cells.
@@ -60,7 +60,7 @@ class MooncakeStore:
         return [code == 1 for code in found]
 
     def get(self, key: bytes, timeout_s: float) -> bytes | None:
-        """Returns None for an error, too: the client does not distinguish it from a missing object."""
+        """Also returns None for an error, because the client does not distinguish an error from a missing object."""
         found: bytes = self._client.get(_name(key))
         return found or None
 

@@ -19,8 +19,9 @@ class ObstoreStore:
     """An `ObjectStore` in `store`, one of `obstore.store`: S3, Google, Azure, a directory, memory. Needs the extra
     `object-storage`.
 
-    obstore has a time-out for each store and none for a call: `from_url` sets it. The name of an object is `prefix`, a
-    slash and 64 hexadecimal digits. aoffload does not evict objects: let the bucket expire them by age.
+    obstore has one time-out for each store, which `from_url` sets, and no time-out for a single call. The name of an
+    object is `prefix`, a slash and 64 hexadecimal digits. aoffload does not evict objects: let the bucket expire them
+    by age.
     """
 
     def __init__(self, store: Any, *, prefix: str = "aoffload") -> None:
@@ -34,8 +35,8 @@ class ObstoreStore:
 
     @classmethod
     def from_url(cls, url: str, *, timeout_s: float = DEFAULT_S, prefix: str = "aoffload", **options: Any) -> Self:
-        """`s3://bucket`, `gs://bucket`, `az://container`, `file:///path`, `memory:///`. `options` are those of
-        `obstore.store.from_url`. No call takes longer than `timeout_s`, and no call is retried."""
+        """A store from a URL: `s3://bucket`, `gs://bucket`, `az://container`, `file:///path` or `memory:///`. `options`
+        are those of `obstore.store.from_url`. No call takes longer than `timeout_s`, and no call is retried."""
         with needed("object-storage", "a store in object storage"):
             import obstore
         seconds = number_of(timeout_s)
@@ -59,7 +60,7 @@ class ObstoreStore:
         return type(self._store).__name__
 
     def exist(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
-        """obstore has no call for several keys, so up to 16 calls run at a time."""
+        """Runs up to 16 calls at a time, because obstore has no call for several keys."""
         if len(keys) == 1:
             return [self._has(keys[0])]
         asked = [self._pool().submit(self._has, key) for key in keys]

@@ -1,4 +1,5 @@
-"""The backend of one GPU: chooses the pieces of a plan, how they are copied, and which fences they wait for."""
+"""The backend of one GPU: it chooses the pieces of a plan, how they are copied, and which fences the copies wait
+for."""
 
 from __future__ import annotations
 
@@ -57,18 +58,19 @@ class CudaOptions:
     kernel: Callable[[torch.device], CopyKernel | None] = triton_kernel
     """Makes the kernel that copies small pieces, or returns None."""
     break_even: BreakEven | None = None
-    """Which pieces the kernel copies. None: those of loads for which it is much faster, measured when the backend is
-    opened, in a few hundred milliseconds. The kernel then copies nothing of a store."""
+    """The sizes below which the kernel copies pieces. None: measured when the backend is opened, in a few hundred
+    milliseconds. The kernel then copies those pieces of loads for which it is much faster, and nothing of a store."""
     batched: bool = True
-    """Whether many pieces are handed to the driver in one call. False: one call per piece, for drivers whose batches
-    hang or crash."""
+    """Whether the driver gets many pieces in one call. False: one call per piece, for drivers whose batches hang or
+    crash."""
     max_batches: int = 4
-    """Maximum batches under way per direction. The copy thread waits before the next one: some drivers hang when many
-    batches are queued."""
+    """Maximum batches under way per direction. The copy thread waits before it submits more, because some drivers hang
+    when many batches are queued."""
     waiting: WaitPolicy = attrs.field(factory=BlockingWait)
     """How the copy threads wait for the device."""
     progress: Callable[[PinProgress], None] = lambda _: None
-    """Called after each page-locked piece of host memory, in the thread that opens. The log has these pieces anyway."""
+    """Called after each page-locked piece of host memory, in the thread that opens the backend. The log always has
+    these pieces."""
     max_piece_bytes: int = MAX_PIECE_BYTES
     """Maximum bytes of a page-locked piece of host memory."""
 
@@ -95,16 +97,16 @@ class Lane:
 
 
 class CudaBackend(RegionBackend):
-    """One stream of the lowest priority per direction; each copy waits, on the device, for the fences it was given.
+    """A backend with one stream of the lowest priority per direction. Each copy waits, on the device, for its fences.
 
     Compute is assumed to run on `compute_stream`, by default on the current stream of the thread that records a fence.
-    An engine whose forward runs on another stream than the current one of its event loop has to name it.
+    If the forward of an engine runs on another stream than the current one of its event loop, name that stream.
 
     The submitting thread of a direction calls `wait_for` and `copy`. Any thread may call `settle`, wait for fences and
     verify, because single blocks are read and written on a stream of their own, which never waits for copies.
 
-    Needs no `record_stream`: the backend keeps the tensors alive, and a block is reused only after every copy of it has
-    ended.
+    The backend needs no `record_stream`: it keeps the tensors alive, and a block is reused only after every copy of it
+    has ended.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class CudaBackend(RegionBackend):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether small pieces can be copied by a kernel: one is installed, and the device maps the host memory."""
+        """Whether a kernel can copy small pieces: a kernel is installed, and the device maps the host memory."""
         return any(lane.kernel is not None for lane in self._lanes.values())
 
     @property
@@ -285,7 +287,8 @@ class CudaBackend(RegionBackend):
         return lane.batches[-1] if len(pieces) else self._events.record(lane.stream)
 
     def copy_by_kernel(self, pieces: Pieces, direction: Direction) -> Fence:
-        """The addresses and sizes have to be as aligned as those of blocks. `TransferRefused` without a kernel."""
+        """Submit `pieces` to the kernel, and return a fence after them. Addresses and sizes must be aligned like those
+        of blocks. `TransferRefused` without a kernel."""
         lane = self._lanes[direction]
         if lane.kernel is None:
             raise TransferRefused("no kernel copies small pieces here")

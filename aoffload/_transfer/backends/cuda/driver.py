@@ -74,9 +74,10 @@ class DeviceLost(CudaError, LostDevice):  # noqa: N818
 
 
 class StreamCaptured(CudaError):  # noqa: N818
-    """The caller's stream is being captured into a graph, where a fence would mean a point in the graph, not in time.
+    """The caller's stream is being captured into a graph, so a fence would be a point in the graph, and no point in
+    time.
 
-    Nothing was recorded, and the capture goes on. Commit, load and wait for fences before or after it.
+    Nothing was recorded, and the capture goes on. Commit, load and wait for fences before or after the capture.
     """
 
     def __init__(self, call: str) -> None:

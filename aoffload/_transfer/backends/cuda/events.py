@@ -39,7 +39,7 @@ class BlockingWait:
 
 @attrs.frozen
 class AdaptivePolling:
-    """Polls with sleeps that are a share of the time waited so far: late by that share at most, and never busy.
+    """Polls the device. Each sleep between two polls is a share of the time waited so far, so the thread is never busy.
 
     A wait of `t` seconds ends at most `max(shortest_s, share * t)` late, plus the delay that the system adds to each
     sleep, and polls about `log(t / shortest_s) / share` times. A sleep is never longer than `longest_s`.

@@ -37,9 +37,10 @@ show when it is measured; the copy engine takes none."""
 
 @attrs.frozen
 class BreakEven:
-    """The kernel copies pieces below these sizes, the copy engine all others. 0: the kernel copies none.
+    """The kernel copies pieces below these sizes, the copy engine copies all others. 0: the kernel copies no pieces.
 
-    A measured value has `store_bytes=0`, because no request waits for a store: the forward keeps its multiprocessors.
+    A measured value has `store_bytes=0`, because no request waits for a store, and the forward should keep its
+    multiprocessors.
     """
 
     load_bytes: int
