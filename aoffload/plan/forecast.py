@@ -285,6 +285,14 @@ class Forecast:
         return knee(sizes, hits, self.num_device) * self.block_bytes
 
     @property
+    def load_share(self) -> float:
+        """Time of a load from host memory, divided by the time of computing the same tokens. 0 if speeds are not
+        given."""
+        if self.speeds is None:
+            return 0.0
+        return self.sizes.kv_bytes_per_token / 1e9 / self.speeds.host_gbs * self.speeds.prefill_tokens_per_s
+
+    @property
     def fetch_share(self) -> float:
         """Time of a fetch from the disk, divided by the time of computing the same tokens. 0 if speeds are not
         given."""
@@ -337,11 +345,11 @@ class Forecast:
         yield self._row("device alone", 0, 0, alone, NO_STORE)
         for kind in self.kinds:
             for size in self.host_sizes():
-                yield self._of_size(size, 0, kind)
+                yield self.of_size(size, 0, kind)
                 for disk in self.sizes.disk if kind == BY_DISTANCE else ():
-                    yield self._of_size(size, disk, kind)
+                    yield self.of_size(size, disk, kind)
         endless = self.trace.num_blocks * self.block_bytes
-        yield attrs.evolve(self._of_size(endless, 0, BY_DISTANCE), name="endless")
+        yield attrs.evolve(self.of_size(endless, 0, BY_DISTANCE), name="endless")
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -362,7 +370,8 @@ class Forecast:
         doubled = [self.sizes.device * 2**power for power in range(MAX_OWN_SIZES)]
         return tuple(size for size in doubled if size < endless) or (self.sizes.device,)
 
-    def _of_size(self, host: int, disk: int, kind: Kind) -> Row:
+    def of_size(self, host: int, disk: int, kind: Kind) -> Row:
+        """The row of any size, also of one that is not in the table."""
         num_host = host // self.block_bytes
         if kind == BY_DISTANCE:
             hits = self._by_distance(num_host, 0 if self.is_disk_idle else disk // self.block_bytes)
