@@ -90,7 +90,9 @@ def _named(row: Row) -> str:
 
 def _brings(forecast: Forecast, row: Row) -> str:
     here, least, most = (saved(forecast, each) for each in (row, forecast.rows[1], forecast.rows[-1]))
-    found = f"{percent(here)} of the prompt tokens would be hits, {_points(least, here)} more than with the device alone"
+    found = (
+        f"{percent(here)} of the prompt tokens would be hits, {_points(least, here)} more than with the device alone"
+    )
     if not _difference(here, most):
         return f"{found} and as many as with unlimited host memory"
     found += f" and {_points(here, most)} fewer than with unlimited host memory"
@@ -143,7 +145,9 @@ def rule(forecast: Forecast) -> str:
         "to the device alone"
     )
     if forecast.prices is None:
-        chosen = f"The first sentence goes by hits, not by money: it names the smallest host memory of the table {goal}."
+        chosen = (
+            f"The first sentence goes by hits, not by money: it names the smallest host memory of the table {goal}."
+        )
     else:
         chosen = f"The first sentence goes by your prices of memory: it names the cheapest row of the table {goal}."
     slow = ", or if loading takes longer than computing" if forecast.speeds is not None else ""

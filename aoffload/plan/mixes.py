@@ -70,19 +70,19 @@ class Mix:
     def assumptions(self, users: int) -> Iterator[str]:
         """What the mix assumes, one line each."""
         yield f"{counted(users, 'user')} for {counted(self.duration_s // 3600, 'hour')}: {self.about}"
-        shared, first = f"{self.shared_tokens:,} tokens that all prompts share", _tokens(self.first_tokens)
-        yield f"first prompt of a session: {shared} (system prompt, tools), and {first} more"
+        prompt = "first prompt of a session" if self.more else "each prompt"
+        shared = f"{self.shared_tokens:,} tokens that all prompts share (system prompt, tools)"
+        yield f"{prompt}: {shared}, and {_tokens(self.first_tokens)} more"
         if self.more:
-            yield f"each later prompt adds {_tokens(self.turn_tokens)} to the prompt and the answer before it"
+            yield f"each later prompt: {_tokens(self.turn_tokens)} after the prompt and the answer before it"
             mean = 1 / (1 - self.more)
-            yield f"{mean:.2g} requests in a session on average, if no prompt exceeds {self.max_tokens:,} tokens"
+            yield f"requests of a session: {mean:.2g} on average; it ends before a prompt of {self.max_tokens:,} tokens"
         yield f"answers: {_tokens(self.answer_tokens)}"
         if self.compacts:
-            yield f"before {self.compacts:.0%} of the later prompts, the agent replaces its history by a new summary"
+            yield f"{100 * self.compacts:.0f} % of the later prompts replace the history by a new summary"
         if self.tool_s is not None:
-            yield f"a tool call follows {self.tool:.0%} of the answers; the next request comes {_seconds(self.tool_s)}"
-        person = "a person reads the other answers" if self.tool else "a person reads each answer"
-        yield f"{person}; the next request comes {_seconds(self.person_s)}"
+            yield f"a tool call follows {100 * self.tool:.0f} % of the answers; {_seconds(self.tool_s)}"
+        yield f"a person reads {'the other answers' if self.tool else 'each answer'}; {_seconds(self.person_s)}"
 
 
 def _tokens(spread: Spread) -> str:
@@ -90,7 +90,7 @@ def _tokens(spread: Spread) -> str:
 
 
 def _seconds(spread: Spread) -> str:
-    return f"{spread.median:,.0f} s after the request (median; p90 {spread.p90:,.0f} s)"
+    return f"the next request comes after {spread.median:,.0f} s (median; p90 {spread.p90:,.0f} s)"
 
 
 MIXES = {
