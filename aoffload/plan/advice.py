@@ -5,7 +5,8 @@ goes by the prompt tokens that a size saves from being computed:
 
     goal    the device alone saves some; unlimited host memory saves the most. A size is enough if it brings at least
             `ENOUGH` of that difference
-    choice  the smallest enough host size of the table, without a disk. With prices: the cheapest enough row
+    choice  the smallest enough host size of the table, without a disk. With prices: the cheapest enough row, without
+            disks that would have to take more writes than a runtime makes
     nothing if unlimited memory adds less than `LEAST` of all prompt tokens, or if a load takes longer than computing
 """
 
@@ -31,7 +32,7 @@ class Advice:
 
 def percent(part: float) -> str:
     """Whole percent; one decimal below 1 %."""
-    return f"{100 * part:.1f} %" if 0.0005 <= part < 0.00995 else f"{100 * part:.0f} %"
+    return f"{100 * part:.1f} %" if 0.0005 <= part < 0.0095 else f"{100 * part:.0f} %"
 
 
 def saved(forecast: Forecast, row: Row) -> float:
@@ -49,7 +50,8 @@ def advise(forecast: Forecast) -> Advice:
         )
     if most - least < LEAST:
         return Advice(_nothing(least, most))
-    rows = [row for row in _rows(forecast) if forecast.prices is not None or not row.disk_bytes]
+    has_disk = forecast.prices is not None
+    rows = [row for row in _rows(forecast) if not row.disk_bytes or (has_disk and not forecast.writes_too_much(row))]
     enough = [row for row in rows if saved(forecast, row) - least >= ENOUGH * (most - least)]
     if enough:
         row = min(enough, key=lambda row: (row.price or 0.0, row.host_bytes, row.disk_bytes))
@@ -150,6 +152,8 @@ def rule(forecast: Forecast) -> str:
         )
     else:
         chosen = f"The first sentence goes by your prices of memory: it names the cheapest row of the table {goal}."
+    if forecast.prices is not None and forecast.sizes.disk:
+        chosen += " It leaves out a disk that would get more than its size in writes a day."
     slow = ", or if loading takes longer than computing" if forecast.speeds is not None else ""
     return (
         f"{chosen} It says to buy nothing if unlimited host memory would add less than {percent(LEAST)} of all prompt "

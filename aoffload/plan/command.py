@@ -79,7 +79,8 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--mix", choices=tuple(MIXES), help="plan a made-up workload in place of TRACE: chats, coding "
         "agents, or documents that are read once. The plan lists what the mix assumes")  # fmt: skip
     group.add_argument("--users", type=count(1, 10**6), metavar="N",
-        help="users of the mix (default: as many as the device can just serve without any cache, at 70 %% load)")  # fmt: skip
+        help="users of the mix (default: as many as keep the device 70 %% busy if nothing "
+        "is cached)")  # fmt: skip
     group.add_argument("--save-mix", type=Path, metavar="FILE", help="also write the mix as a trace")
     _add_model(parser.add_argument_group("your model and machine"))
     _add_choices(parser.add_argument_group("what to compare"))

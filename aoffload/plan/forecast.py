@@ -84,6 +84,7 @@ STORES = ("eager", "lazy")
 EVICTIONS = ("lru", "learned")
 MAX_OWN_SIZES = 8
 GIB = 2**30
+DAY_S = 86_400
 
 
 def binary_size(num_bytes: float) -> str:
@@ -304,6 +305,16 @@ class Forecast:
     def is_disk_idle(self) -> bool:
         """Whether the gate of fetches does not use the disk."""
         return self.fetch_share >= WORTH
+
+    def daily_writes(self, row: Row) -> float:
+        """Bytes that host memory evicts to the disk of `row` in a day, at the rate of the trace."""
+        if not row.disk_bytes or row.is_disk_idle or not self.trace.duration_s:
+            return 0.0
+        return max(0, row.stored_bytes - row.host_bytes) / self.trace.duration_s * DAY_S
+
+    def writes_too_much(self, row: Row) -> bool:
+        """Whether these are more than `DiskTier.daily_writes` allows by default, which is the size of the disk."""
+        return self.daily_writes(row) > row.disk_bytes
 
     def is_too_short_for(self, row: Row) -> bool:
         """Whether the trace never fills the tiers of `row`, or only late. With a longer one, more would hit."""

@@ -16,8 +16,6 @@ from .mixes import Made
 #
 # Warnings about a forecast: one line for each cause, whichever number of rows it concerns.
 
-DAY_S = 86_400
-
 
 def span(seconds: float) -> str:
     """A duration that may be hours."""
@@ -73,19 +71,13 @@ def _never_fetched(forecast: Forecast) -> Iterator[str]:
 
 
 def _too_much_written(forecast: Forecast) -> Iterator[str]:
-    """Blocks that host memory evicts go to the disk, within `DiskTier.daily_writes`, by default the disk's size per
-    day."""
-    lasts_s = forecast.trace.duration_s
-    rows = [row for row in forecast.rows if row.disk_bytes and not row.is_disk_idle]
-    if not rows or not lasts_s:
-        return
-    row = max(rows, key=lambda row: (row.stored_bytes - row.host_bytes) / row.disk_bytes)
-    written = max(0, row.stored_bytes - row.host_bytes) / lasts_s * DAY_S
-    if written > row.disk_bytes:
+    rows = [row for row in forecast.rows if forecast.writes_too_much(row)]
+    if rows:
+        row = max(rows, key=lambda row: forecast.daily_writes(row) / row.disk_bytes)
         yield (
-            f"{binary_size(row.host_bytes)} of host memory would evict {binary_size(written)} a day to a disk of "
-            f"{binary_size(row.disk_bytes)}. The disk takes its own size a day (DiskTier.daily_writes), so it would "
-            "hit less than the table says."
+            f"{binary_size(row.host_bytes)} of host memory would evict {binary_size(forecast.daily_writes(row))} a day "
+            f"to a disk of {binary_size(row.disk_bytes)}. The disk takes its own size a day (DiskTier.daily_writes), "
+            "so it would hit less than the table says."
         )
 
 
