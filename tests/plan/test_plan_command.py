@@ -16,6 +16,7 @@ import pytest
 from synthetic_traces import BLOCK_TOKENS, agents, conversations, write_trace
 
 from aoffload.plan.command import main
+from aoffload.plan.page import round_step, tick_time
 
 SIZES = ("--kv-bytes-per-token", "1KiB", "--device", "1200KiB", "--host", "3MiB,12MiB", "--block-tokens", "8")
 SPEEDS = ("--prefill-tokens-per-s", "2000", "--host-gbs", "1", "--price-per-gib-month", "4")
@@ -270,3 +271,40 @@ def test_tiny_traces_are_drawn(tmp_path: Path, prompts: list[list[int]]) -> None
     trace = write_trace(tmp_path / "tiny.jsonl", prompts, gap_ms=0)
     assert main([str(trace), *SIZES, *SPEEDS, "--html", str(tmp_path / "page.html")]) == 0
     Elements((tmp_path / "page.html").read_text())
+
+
+@pytest.mark.parametrize(
+    ("top", "is_time", "step"),
+    [(0.33, False, 0.1), (0.95, False, 0.2), (0.04, False, 0.01), (0.9, True, 0.2), (49.0, True, 10.0),
+     (200.0, True, 60.0), (680.0, True, 300.0), (4000.0, True, 900.0), (40_000.0, True, 14_400.0),
+     (900_000.0, True, 259_200.0)],
+)  # fmt: skip
+def test_ticks_are_round(top: float, is_time: bool, step: float) -> None:
+    """In percent, and in seconds, minutes, hours or days as a clock has them; never more than six."""
+    assert round_step(top, is_time=is_time) == pytest.approx(step)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0"), (0.0002, "200 \u00b5s"), (0.2, "200 ms"), (10, "10 s"), (300, "5 min"), (14_400, "4 h")],
+)
+def test_ticks_of_times_have_a_unit(seconds: float, text: str) -> None:
+    """Nothing at the origin."""
+    assert tick_time(seconds) == text
+
+
+def test_axes_have_round_numbers_with_units(page: str) -> None:
+    """Shares in percent, sizes in powers of two, both from the smallest to the largest."""
+    wide, *_ = re.findall(r'<svg class="chart wide".*?</svg>', page, re.DOTALL)
+    texts = re.findall(r"<text [^>]*>(.*?)</text>", wide)
+    assert texts[:6] == ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]
+    assert texts[6:10] == ["1 MiB", "2 MiB", "4 MiB", "8 MiB"]
+
+
+def test_nothing_is_said_twice_on_a_page(page: str) -> None:
+    """The sentence is the heading, no paragraph repeats another, no text has the marks of a page's source."""
+    paragraphs = re.findall(r"<p[^>]*>(.*?)</p>", page)
+    assert len(paragraphs) == len(set(paragraphs)) and "`" not in page
+    (sentence,) = re.findall(r"<h1>(.*?)</h1>", page)
+    assert sentence.startswith("Buy ") and page.count(sentence) == 1
+    assert "smallest host memory" in page or "cheapest row" in page
