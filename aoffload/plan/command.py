@@ -111,7 +111,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 def _add_choices(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--host", type=_sizes, default=(), metavar="B,B",
-        help="sizes of host memory (default: the size of --device, doubled until everything fits)")  # fmt: skip
+        help="sizes of host memory (default: the size of --device, doubled until everything fits, at most 8 sizes)",
+    )  # fmt: skip
     add("--disk", type=_sizes, default=(), metavar="B,B",
         help="sizes of a disk; adds a row for each host size, only with eager stores and LRU eviction")  # fmt: skip
     add("--price-per-gib-month", type=POSITIVE, metavar="P", help="price of a GiB of host memory for a month; adds a "

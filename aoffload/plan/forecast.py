@@ -374,12 +374,12 @@ class Forecast:
         )
 
     def host_sizes(self) -> tuple[int, ...]:
-        """The requested sizes, or the device's, doubled."""
+        """The requested sizes, or the device's, doubled until everything fits, at most `MAX_OWN_SIZES`."""
         if self.sizes.host:
             return tuple(sorted(set(self.sizes.host)))
         endless = self.trace.num_blocks * self.block_bytes
-        doubled = [self.sizes.device * 2**power for power in range(MAX_OWN_SIZES)]
-        return tuple(size for size in doubled if size < endless) or (self.sizes.device,)
+        doublings = max(0, math.ceil(math.log2(endless / self.sizes.device))) if endless else 0
+        return tuple(self.sizes.device * 2**power for power in range(min(doublings + 1, MAX_OWN_SIZES)))
 
     def of_size(self, host: int, disk: int, kind: Kind) -> Row:
         """The row of any size, also of one that is not in the table."""

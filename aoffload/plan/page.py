@@ -25,6 +25,8 @@ from .report import ASSUMES, MADE_UP, basis, by_tenant, cautions, cells, heading
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 16.0, 16.0, 30.0
 LABEL = 30.0
 """Minimum distance between two labels."""
+LETTER = 7.0
+"""About the width of a letter."""
 
 
 @attrs.frozen
@@ -86,11 +88,15 @@ class Chart:
             _text(LEFT + 6, at + 14, "start", about) if is_left else _text(self.right - 6, at - 5, "end", about)
         )
 
-    def upright(self, kind: str, size: float, about: str, y: float) -> None:
+    def upright(self, kind: str, size: float, about: str, low: float, high: float) -> None:
+        """An upright line. Its label is right of it at `low`, or left of it at `high` if there is no space: a curve
+        that rises has space there."""
         at = self.x(size)
         self._shapes.append(f'<line class="{kind}" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{self.bottom}"/>')
-        is_right = at > (LEFT + self.right) / 2
-        self._shapes.append(_text(at - 6 if is_right else at + 6, y, "end" if is_right else "start", about))
+        if at + 6 + LETTER * len(about) <= self.right:
+            self._shapes.append(_text(at + 6, low, "start", about))
+        else:
+            self._shapes.append(_text(at - 6, high, "end", about))
 
     def svg(self, about: str) -> str:
         inside = "\n".join([*self._grid(), *self._shapes])
@@ -230,9 +236,10 @@ def _hits(forecast: Forecast, advice: Advice, frame: Frame) -> str:
         chart.level(alone, device)
         chart.level(endless, "unlimited host", is_left=True)
     if advice.row is not None:
-        above, below = chart.y(alone) - LABEL, (chart.y(alone) + chart.bottom) / 2 + 4
+        between = (chart.y(alone) + chart.bottom) / 2 + 4
+        low = between if chart.bottom - between > LABEL / 2 else chart.y(alone) - LABEL
         size = advice.row.host_bytes
-        chart.upright("bought", size, f"buy {binary_size(size)}", below if chart.bottom - below > LABEL / 2 else above)
+        chart.upright("bought", size, f"buy {binary_size(size)}", low, chart.y(endless) + 14)
     chart.line("curve", zip(sizes, found, strict=True))
     for number, kind in enumerate(forecast.kinds):
         for row in _sized(forecast, kind):

@@ -117,9 +117,14 @@ def test_sizes_beyond_all_bounds_are_planned(trace: str, capsys: pytest.CaptureF
 
 
 def test_sizes_are_chosen_where_none_is_named(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The device's, doubled."""
-    assert main([trace, *SIZES[:4], "--block-tokens", "8"]) == 0
-    assert re.search(r"\nhost 1\.172 MiB .*\nhost 2\.344 MiB ", capsys.readouterr().out)
+    """The device's, doubled up to the first one that holds everything, so one of them is enough; at most eight."""
+    assert main([trace, *SIZES[:4], "--block-tokens", "8", "--json"]) == 0
+    *_, endless = rows = json.loads(capsys.readouterr().out)["rows"]
+    hosts = [row["host_bytes"] for row in rows if row["name"] == "host"]
+    assert hosts == [1200 * 2**10 * 2**power for power in range(len(hosts))]
+    assert hosts[-2] < endless["host_bytes"] <= hosts[-1]
+    assert main([trace, *SIZES[:2], "--device", "16KiB", "--block-tokens", "8", "--json"]) == 0
+    assert sum(row["name"] == "host" for row in json.loads(capsys.readouterr().out)["rows"]) == 8
 
 
 @pytest.mark.parametrize(
