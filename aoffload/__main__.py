@@ -42,7 +42,7 @@ class Command:
 COMMANDS = (
     Command("demo", "aoffload.demo.command", "serve conversations with and without offload, and compare"),
     Command("trace", "aoffload.trace.command", "what a log of events says: a summary, one request, a page, Perfetto"),
-    Command("plan", "aoffload.plan.command", "what host memory and disk are worth buying, from what was asked for"),
+    Command("plan", "aoffload.plan.command", "how much host memory is worth buying, from a trace or a made-up mix"),
     Command("top", "aoffload.top.command", "a live view of a running process, from its metrics", "metrics"),
     Command("serve", "aoffload._reference.server.command", "a model behind OpenAI's API, over HTTP", "server"),
 )
