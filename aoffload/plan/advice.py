@@ -133,10 +133,12 @@ def consequences(forecast: Forecast, advice: Advice) -> Iterator[str]:
         yield f"{first}{hourly if trace.duration_s else ''}."
     least_gbs = forecast.sizes.kv_bytes_per_token / 1e9 * speeds.prefill_tokens_per_s
     most_tokens = speeds.host_gbs * 1e9 / forecast.sizes.kv_bytes_per_token
-    yield (
+    share = (
         f"Loading a token from host memory takes {percent(forecast.load_share)} of the time that computing it takes. "
-        f"Loading pays only above {least_gbs:,.3g} GB/s from the host at this prefill speed, and only below "
-        f"{most_tokens:,.0f} prefill tokens/s at this host speed."
+    )
+    yield (
+        f"{share if forecast.load_share < 1 else ''}Loading pays only above {least_gbs:,.3g} GB/s from the host at "
+        f"this prefill speed, and only below {most_tokens:,.0f} prefill tokens/s at this host speed."
     )
 
 

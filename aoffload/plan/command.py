@@ -208,7 +208,7 @@ def _prices(options: argparse.Namespace) -> Prices | None:
     if host is None:
         return None
     if options.disk and disk is None:
-        raise ConfigError("disk_price_per_gib_month", "is needed, too")
+        raise ConfigError("disk_price_per_gib_month", "is required with --disk and --price-per-gib-month")
     return Prices(host, disk or 0.0)
 
 

@@ -24,7 +24,8 @@ from .recorder import FORMAT
 
 LOAD = 0.7
 """Without `users`, the mix has the most users whose prompts take at most this share of the time to compute, if nothing
-is cached. So the device can serve the mix without offloading, and times to first token stay bounded."""
+is cached, as far as `MAX_ACCESSES` allow. So the device can serve the mix without offloading, and times to first token
+stay bounded."""
 MAX_ACCESSES = 4_000_000
 """Maximum blocks in all prompts of a mix. The plan of a million takes seconds."""
 

@@ -112,6 +112,7 @@ def test_loads_that_are_slower_than_computing_are_not_worth_buying(tmp_path: Pat
         advice = advise(forecast)
         assert (advice.row is not None) == is_bought == advice.sentence.startswith("Buy 6.25 MiB")
         *_, line = consequences(forecast, advice)
+        assert line.startswith("Loading a token") == is_bought  # else the sentence says it
         assert f"above {equal_gbs:.3g} GB/s" in line and f"below {factor * 2000:,.0f} prefill tokens/s" in line
 
 
@@ -131,7 +132,7 @@ def test_times_with_and_without_are_those_of_the_rows(tmp_path: Path) -> None:
     forecast = forecast_of(tmp_path, speeds=FAST)
     advice = advise(forecast)
     assert advice.row is not None
-    first, _ = consequences(forecast, advice)
+    first, *_ = consequences(forecast, advice)
     fewer = forecast.rows[1].num_computed_tokens - advice.row.num_computed_tokens
     minutes, seconds = divmod(round(fewer / 2000 / forecast.trace.duration_s * 3600), 60)
     assert first.endswith(f"prefill takes {minutes} min {seconds:02} s less in an hour.")

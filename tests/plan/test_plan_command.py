@@ -137,7 +137,10 @@ def test_sizes_are_chosen_where_none_is_named(trace: str, capsys: pytest.Capture
         (["--eviction", "learned", "--hints", "stop"], "argument --hints: stop needs the field `stop`, which no line"),
         (["--quota", "team-a=1MiB:"], "argument --quota: 'team-a' is no `tenant` of any line of asked.jsonl"),
         (["--quota", "a=1MiB:", "--quota", "a=:1MiB"], "argument --quota: was given twice for 'a'"),
-        (["--disk", "1GiB", "--price-per-gib-month", "3"], "argument --disk-price-per-gib-month: is needed, too"),
+        (
+            ["--disk", "1GiB", "--price-per-gib-month", "3"],
+            "argument --disk-price-per-gib-month: is required with --disk",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line_and_status_2(
