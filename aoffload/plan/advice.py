@@ -117,7 +117,7 @@ def _points(less: float, more: float) -> str:
 
 
 def consequences(forecast: Forecast, advice: Advice) -> Iterator[str]:
-    """What the row brings, and when loading stops to pay. Empty without speeds."""
+    """What the row brings, and when loading stops paying. Empty without speeds."""
     speeds, trace = forecast.speeds, forecast.trace
     if speeds is None:
         return
