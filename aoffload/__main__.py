@@ -42,7 +42,7 @@ class Command:
 COMMANDS = (
     Command("demo", "aoffload.demo.command", "serve conversations with and without offload, and compare them"),
     Command("trace", "aoffload.trace.command", "explain a log of events: as text, as a page, or for Perfetto"),
-    Command("plan", "aoffload.plan.command", "say how much host memory and disk to buy, from a trace or three numbers"),
+    Command("plan", "aoffload.plan.command", "say how much host memory to buy, from a trace or a made-up mix"),
     Command("top", "aoffload.top.command", "show live rates and the hit share of a running process", "metrics"),
     Command("serve", "aoffload._reference.server.command", "serve a model over HTTP with OpenAI's API", "server"),
 )

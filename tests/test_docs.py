@@ -39,6 +39,9 @@ from aoffload._observe import log as telemetry
 from aoffload._reference.server.hints import read_control
 from aoffload.host_cache import EngineRequest
 from aoffload.ledger import Build, LedgerExtension, PinHint, read_hints
+from aoffload.plan import command as plan
+from aoffload.plan import report
+from aoffload.plan.mixes import MIXES
 from proof import architecture
 
 ROOT = Path(__file__).parent.parent
@@ -357,6 +360,33 @@ def test_numbers_about_tuning_are_measured_ones() -> None:
     quoted = set(re.findall(r"\d{1,3}(?:,\d{3})+|\d+(?= %| µs)", page))
     assert len(quoted) >= 4
     assert quoted - set(re.findall(r"(?<![\d.,])\d+(?:,\d{3})*(?![.,]?\d)", measured)) == set()
+
+
+def test_the_plan_of_a_mix_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/howto/is-it-for-me.md shows lines of the real output, in their order; `...` ends a line that is cut. What
+    its table says of each mix is what the first line says."""
+    page = ROOT / "docs/howto/is-it-for-me.md"
+    (command,), (shown,) = code_blocks(page, "sh"), code_blocks(page, "text")
+    assert plan.main(command.split()[2:]) == 0
+    printed = iter(capsys.readouterr().out.splitlines())
+    for line in shown.splitlines():
+        assert any(real.startswith(line.removesuffix(" ...")) for real in printed), line
+    for mix, verdict in re.findall(r"^`(\w+)` \| .* \| (.*)$", page.read_text(), re.MULTILINE):
+        assert plan.main(["--mix", mix]) == 0
+        assert capsys.readouterr().out.startswith("Buy nothing: ") == (verdict == "brings nothing")
+    text = page.read_text()
+    assert {mix for mix in MIXES if f"\n`{mix}` | " in text} == set(MIXES)
+
+
+def test_options_of_the_plan_that_pages_name_exist() -> None:
+    """In docs/plan.md and docs/howto/is-it-for-me.md, and the names of columns in the former."""
+    pages = [DOCS / "plan.md", DOCS / "howto/is-it-for-me.md"]
+    known = plan.make_parser().format_help()
+    options = {name for page in pages for name in re.findall(r"--[a-z][a-z-]+", page.read_text())} - {"--record"}
+    assert len(options) > 10 and [name for name in sorted(options) if not re.search(rf"{name}\b", known)] == []
+    columns = re.findall(r"^(`.*`) \|", (DOCS / "plan.md").read_text().partition("Column |")[2], re.MULTILINE)
+    source = inspect.getsource(report.heading)
+    assert [name for row in columns for name in re.findall(r"`(.*?)`", row) if f'"{name}"' not in source] == []
 
 
 def test_readme_code_runs_and_prints_what_it_says() -> None:

@@ -1,5 +1,4 @@
-"""A forecast of the benefit of more host memory: `python -m aoffload.plan TRACE`. Also the `Recorder` of such
-traces."""
+"""A forecast of the benefit of more host memory: `aoffload plan`. `Recorder` writes the traces that it reads."""
 
 from __future__ import annotations
 

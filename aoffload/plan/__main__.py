@@ -1,4 +1,4 @@
-"""Plan from a trace; see `python -m aoffload.plan --help`."""
+"""Plan from a trace; see `aoffload plan --help`."""
 
 from __future__ import annotations
 

@@ -84,6 +84,7 @@ STORES = ("eager", "lazy")
 EVICTIONS = ("lru", "learned")
 MAX_OWN_SIZES = 8
 GIB = 2**30
+DAY_S = 86_400
 
 
 def binary_size(num_bytes: float) -> str:
@@ -285,6 +286,14 @@ class Forecast:
         return knee(sizes, hits, self.num_device) * self.block_bytes
 
     @property
+    def load_share(self) -> float:
+        """Time of a load from host memory, divided by the time of computing the same tokens. 0 if speeds are not
+        given."""
+        if self.speeds is None:
+            return 0.0
+        return self.sizes.kv_bytes_per_token / 1e9 / self.speeds.host_gbs * self.speeds.prefill_tokens_per_s
+
+    @property
     def fetch_share(self) -> float:
         """Time of a fetch from the disk, divided by the time of computing the same tokens. 0 if speeds are not
         given."""
@@ -296,6 +305,16 @@ class Forecast:
     def is_disk_idle(self) -> bool:
         """Whether the gate of fetches does not use the disk."""
         return self.fetch_share >= WORTH
+
+    def daily_writes(self, row: Row) -> float:
+        """Bytes that host memory evicts to the disk of `row` in a day, at the rate of the trace."""
+        if not row.disk_bytes or row.is_disk_idle or not self.trace.duration_s:
+            return 0.0
+        return max(0, row.stored_bytes - row.host_bytes) / self.trace.duration_s * DAY_S
+
+    def writes_too_much(self, row: Row) -> bool:
+        """Whether these are more than `DiskTier.daily_writes` allows by default, which is the size of the disk."""
+        return self.daily_writes(row) > row.disk_bytes
 
     def is_too_short_for(self, row: Row) -> bool:
         """Whether the trace never fills the tiers of `row`, or only late. With a longer one, more would hit."""
@@ -337,11 +356,11 @@ class Forecast:
         yield self._row("device alone", 0, 0, alone, NO_STORE)
         for kind in self.kinds:
             for size in self.host_sizes():
-                yield self._of_size(size, 0, kind)
+                yield self.of_size(size, 0, kind)
                 for disk in self.sizes.disk if kind == BY_DISTANCE else ():
-                    yield self._of_size(size, disk, kind)
+                    yield self.of_size(size, disk, kind)
         endless = self.trace.num_blocks * self.block_bytes
-        yield attrs.evolve(self._of_size(endless, 0, BY_DISTANCE), name="endless")
+        yield attrs.evolve(self.of_size(endless, 0, BY_DISTANCE), name="endless")
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -355,14 +374,15 @@ class Forecast:
         )
 
     def host_sizes(self) -> tuple[int, ...]:
-        """The requested sizes, or the device's, doubled."""
+        """The requested sizes, or the device's, doubled until everything fits, at most `MAX_OWN_SIZES`."""
         if self.sizes.host:
             return tuple(sorted(set(self.sizes.host)))
         endless = self.trace.num_blocks * self.block_bytes
-        doubled = [self.sizes.device * 2**power for power in range(MAX_OWN_SIZES)]
-        return tuple(size for size in doubled if size < endless) or (self.sizes.device,)
+        doublings = max(0, math.ceil(math.log2(endless / self.sizes.device))) if endless else 0
+        return tuple(self.sizes.device * 2**power for power in range(min(doublings + 1, MAX_OWN_SIZES)))
 
-    def _of_size(self, host: int, disk: int, kind: Kind) -> Row:
+    def of_size(self, host: int, disk: int, kind: Kind) -> Row:
+        """The row of any size, also of one that is not in the table."""
         num_host = host // self.block_bytes
         if kind == BY_DISTANCE:
             hits = self._by_distance(num_host, 0 if self.is_disk_idle else disk // self.block_bytes)

@@ -1,4 +1,4 @@
-"""Records the requests of a process, without their tokens, for `python -m aoffload.plan`.
+"""Records the requests of a process, without their tokens, for `aoffload plan`.
 
 One JSON object per line, as in public traces. `timestamp` is in ms since the recorder began. Further fields are
 `input_length`, `output_length`, `hash_ids` (the names of the prompt's whole blocks that were committed) and
@@ -114,8 +114,11 @@ class Recorder:
 
     The file has times, lengths and a name for every `block_tokens` tokens of a prefix. Names are keyed with `secret`,
     16 to 64 bytes. Without one, they are keyed with random bytes that are forgotten with the recorder. Give the same
-    secret to several processes only if their files are to be planned as one. A request is recorded when it ends, if it
-    has computed anything. Forks are not recorded.
+    secret to several processes only if you plan their files as one, and protect it like the prompts. A request is
+    recorded when it ends, if it has computed anything. Forks are not recorded.
+
+    The file shows which prompts begin alike. A user who can send prompts and read the file can test, block by block,
+    how another user's prompt begins. So only the owner may read it (mode 0600).
 
     `tenants` adds the field `tenant` for requests with a `cache_salt`: True writes a keyed digest of the salt, because
     salts are secrets. A mapping gives the name of each salt; requests with other salts have no tenant then.

@@ -1,4 +1,4 @@
-"""The forecast as a text table, and as JSON, with cautions."""
+"""The forecast as text and as JSON: the advice, the table, and warnings."""
 
 from __future__ import annotations
 
@@ -7,40 +7,56 @@ from typing import Any
 
 from .._runtime.costs import WORTH
 from ..trace.output import text_table
-from ..trace.wording import counted, duration, plain, share
-from .forecast import NO_STORE, Forecast, Row, binary_size
+from ..trace.wording import counted, duration, plain
+from .advice import advise, consequences, percent, rule
+from .forecast import BY_DISTANCE, NO_STORE, Forecast, Row, binary_size
+from .mixes import Made
 
-# -- cautions --------------------------------------------------------------------------------------------------------
+# -- warnings --------------------------------------------------------------------------------------------------------
 #
-# Cautions about a forecast, one line each.
+# Warnings about a forecast: one line for each cause, whichever number of rows it concerns.
 
-DAY_S = 86_400
+
+def span(seconds: float) -> str:
+    """A duration that may be hours."""
+    if seconds < 7200:
+        return duration(seconds)
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def cautions(forecast: Forecast) -> Iterator[str]:
     trace = forecast.trace
     if trace.num_dropped:
-        yield f"the recorder could not keep up with {trace.num_dropped:,} requests: they are missing"
+        yield f"The trace lacks {counted(trace.num_dropped, 'request')}, because the recorder could not keep up."
     too_short = sum(request.num_tokens <= trace.block_tokens for request in trace.requests)
     if 2 * too_short > len(trace.requests):
         yield (
-            f"{too_short:,} of {counted(len(trace.requests), 'prompt')} are no longer than a block of the trace, "
-            f"{trace.block_tokens} tokens, and never hit: record with a smaller `block_tokens`"
+            f"{too_short:,} of {counted(len(trace.requests), 'prompt')} are not longer than a block of the trace "
+            f"({trace.block_tokens} tokens), so they never hit. Record with smaller blocks: Recorder(block_tokens=...)."
         )
     too_long = sum(len(request.blocks) >= forecast.num_device for request in trace.requests)
     if too_long:
-        yield f"{counted(too_long, 'request')} {'does' if too_long == 1 else 'do'} not fit the device"
-    yield from dict.fromkeys(_too_short(forecast, row) for row in forecast.rows if forecast.is_too_short_for(row))
+        yield f"{counted(too_long, 'request')} {'does' if too_long == 1 else 'do'} not fit the device."
+    yield from _too_short(forecast)
     yield from _never_fetched(forecast)
     yield from _too_much_written(forecast)
     yield from _too_busy(forecast)
 
 
-def _too_short(forecast: Forecast, row: Row) -> str:
-    age = "it is never full" if row.age_s is None else f"it keeps blocks for {duration(row.age_s)}"
-    num_bytes = row.host_bytes if row.is_disk_idle else max(row.host_bytes, row.disk_bytes)
-    size, lasts = binary_size(num_bytes), duration(forecast.trace.duration_s)
-    return f"the trace, of {lasts}, is too short for {size}: {age}, and a longer one would hit more"
+def _too_short(forecast: Forecast) -> Iterator[str]:
+    rows = [row for row in forecast.rows if forecast.is_too_short_for(row)]
+    if not rows:
+        return
+    sizes = [row.host_bytes if row.is_disk_idle else max(row.host_bytes, row.disk_bytes) for row in rows]
+    least = min(sizes)
+    larger = " and more" if max(sizes) > least else ""
+    ages = [row.age_s for row, size in zip(rows, sizes, strict=True) if size == least and row.age_s is not None]
+    why = f"A block stays there for {span(min(ages))}" if ages else "It never fills this size"
+    yield (
+        f"The trace lasts {span(forecast.trace.duration_s)}, too short for {binary_size(least)}{larger}. {why}, so "
+        "a longer trace could show more hits in the rows marked ≥."
+    )
 
 
 def _never_fetched(forecast: Forecast) -> Iterator[str]:
@@ -48,26 +64,20 @@ def _never_fetched(forecast: Forecast) -> Iterator[str]:
     speeds = forecast.speeds
     if speeds is not None and forecast.sizes.disk and forecast.is_disk_idle:
         yield (
-            f"at {speeds.disk_gbs:g} GB/s a fetch from the disk takes {forecast.fetch_share:.0%} of the time that "
-            f"computing takes; a runtime fetches what takes less than {WORTH:.0%}, so it would leave the disk alone: "
-            "rows with a disk hit nothing there"
+            f"A runtime would not use the disk: at {speeds.disk_gbs:g} GB/s, fetching a token takes "
+            f"{percent(forecast.fetch_share)} of the time that computing it takes, and a runtime fetches only below "
+            f"{percent(WORTH)}. So rows with a disk hit nothing there."
         )
 
 
 def _too_much_written(forecast: Forecast) -> Iterator[str]:
-    """Blocks that host memory evicts go to the disk, within `DiskTier.daily_writes`, by default the disk's size per
-    day."""
-    lasts_s = forecast.trace.duration_s
-    rows = [row for row in forecast.rows if row.disk_bytes]
-    if not rows or not lasts_s:
-        return
-    row = max(rows, key=lambda row: (row.stored_bytes - row.host_bytes) / row.disk_bytes)
-    written = max(0, row.stored_bytes - row.host_bytes) / lasts_s * DAY_S
-    if written > row.disk_bytes:
+    rows = [row for row in forecast.rows if forecast.writes_too_much(row)]
+    if rows:
+        row = max(rows, key=lambda row: forecast.daily_writes(row) / row.disk_bytes)
         yield (
-            f"behind {binary_size(row.host_bytes)}, {binary_size(written)} a day, at this rate, would go to a disk of "
-            f"{binary_size(row.disk_bytes)}: near its `daily_writes`, by default its size, only what was asked for "
-            "twice is written, then nothing, and it would hit less"
+            f"{binary_size(row.host_bytes)} of host memory would evict {binary_size(forecast.daily_writes(row))} a day "
+            f"to a disk of {binary_size(row.disk_bytes)}. The disk takes its own size a day (DiskTier.daily_writes), "
+            "so it would hit less than the table says."
         )
 
 
@@ -76,50 +86,97 @@ def _too_busy(forecast: Forecast) -> Iterator[str]:
     over = [(share, row) for share, row in busy if share >= 1]
     if over:
         share, row = max(over, key=lambda pair: pair[0])
-        about = f"{row.name}, {binary_size(row.host_bytes)}" if row.host_bytes else row.name
-        more = f", and with {counted(len(over) - 1, 'other size')} more than all of it" if len(over) > 1 else ""
+        rows = "this row" if len(over) == 1 else f"{len(over)} of the {len(forecast.rows)} rows"
         yield (
-            f"{about}: computing takes {share:.0%} of the trace's time{more}, so that times to first token grow as "
-            "long as it lasts"
+            f"Computing takes more time than the trace lasts ({percent(share)} with {label(row)}). In {rows}, times to "
+            "first token grow with the length of the trace."
         )
 
 
 # -- report ----------------------------------------------------------------------------------------------------------
 
 NOT_KNOWN = "-"
+MADE_UP = "This mix is made up. Plan with a trace of your own for a real answer (aoffload plan TRACE)."
+ASSUMES = "The mix assumes:"
 
 
-def as_text(forecast: Forecast) -> Iterator[str]:
-    """The lines of the table."""
-    yield from summary(forecast)
+def as_text(forecast: Forecast, made: Made | None = None) -> Iterator[str]:
+    """The lines for a terminal. The first one says what to buy."""
+    advice = advise(forecast)
+    yield advice.sentence
+    yield from consequences(forecast, advice)
+    if made is not None:
+        yield MADE_UP
     yield ""
-    yield from text_table([heading(forecast), *(cells(forecast, row) for row in forecast.rows)], first_left=3)
+    yield from text_table([heading(forecast), *(cells(forecast, row) for row in forecast.rows)], num_left(forecast))
     if forecast.quotas:
         yield ""
-        yield from text_table(list(by_tenant(forecast)), first_left=3)
+        yield from text_table(list(by_tenant(forecast)), num_left(forecast))
     warnings = list(cautions(forecast))
     if warnings:
         yield ""
         yield from (f"warning: {warning}" for warning in warnings)
+    yield ""
+    yield from basis(forecast)
+    yield rule(forecast)
+    if made is not None:
+        yield ASSUMES
+        yield from (f"- {line}" for line in made.mix.assumptions(made.users))
 
 
-def summary(forecast: Forecast) -> Iterator[str]:
+def basis(forecast: Forecast) -> Iterator[str]:
+    """What was planned: the trace, and the numbers given."""
     trace = forecast.trace
-    asked, endless = trace.num_asked, forecast.num_endless
     yield (
-        f"{plain(trace.name)}: {counted(len(trace.requests), 'request')} in {duration(trace.duration_s)}, "
-        f"{counted(trace.num_prompt_tokens, 'prompt token')} in {counted(asked, 'block')} of {trace.block_tokens}, "
-        f"{trace.num_blocks:,} of them different"
+        f"{plain(trace.name)}: {counted(len(trace.requests), 'request')} in {span(trace.duration_s)}, "
+        f"{counted(trace.num_prompt_tokens, 'prompt token')}, blocks of {counted(trace.block_tokens, 'token')}."
     )
-    yield f"a cache without end would hit {endless:,} blocks ({share(endless, asked)})"
-    knee = binary_size(forecast.knee_bytes)
-    yield f"the knee is at {knee} of host memory: behind it, a GiB brings less than GiBs do on average up to the end"
+    given = [
+        f"{binary_size(forecast.sizes.kv_bytes_per_token)} of KV in a token",
+        f"{binary_size(forecast.sizes.device)} of device memory for cached KV",
+    ]
+    if forecast.speeds is not None:
+        speeds = forecast.speeds
+        given += [f"prefill at {speeds.prefill_tokens_per_s:,.6g} tokens/s", f"{speeds.host_gbs:g} GB/s from the host"]
+        given += [f"{speeds.disk_gbs:g} GB/s from the disk"] * bool(forecast.sizes.disk)
+    yield f"Planned with {', '.join(given)}."
     if "returns" in forecast.hints:
-        yield "hints: returns have the true time of each return, so these rows are an upper bound on the gain of hints"
+        yield (
+            "Rows with hints: returns know the true time of each return, so these rows are an upper bound on the gain "
+            "of hints."
+        )
+
+
+def _has_kinds(forecast: Forecast) -> bool:
+    return forecast.kinds != (BY_DISTANCE,)
+
+
+def num_left(forecast: Forecast) -> int:
+    """Number of columns with text, which are flush left. Those after them have numbers."""
+    return 1 + _has_kinds(forecast)
+
+
+def label(row: Row) -> str:
+    """The memory of a row."""
+    if row.name == "endless":
+        return "unlimited host"
+    if not row.host_bytes:
+        return row.name
+    disk = f" + disk {binary_size(row.disk_bytes)}" if row.disk_bytes else ""
+    return f"host {binary_size(row.host_bytes)}{disk}"
+
+
+def _kind(row: Row) -> str:
+    return NOT_KNOWN if row.kind == NO_STORE else str(row.kind)
+
+
+def _configured(forecast: Forecast, row: Row) -> list[str]:
+    return [label(row), *([_kind(row)] if _has_kinds(forecast) else [])]
 
 
 def heading(forecast: Forecast) -> list[str]:
-    names = ["", "stores, eviction", "host", "disk", "blocks hit", "on device", "in host", "on disk", "compute saved"]
+    names = ["memory", *(["stores, eviction"] if _has_kinds(forecast) else []), "tokens hit", "on device", "in host"]
+    names += ["on disk"] if forecast.sizes.disk else []
     if forecast.speeds is not None:
         names += ["busy", "first token p50", "p90"]
     names += ["loads GB/s", "stores GB/s", "age at eviction"]
@@ -127,38 +184,29 @@ def heading(forecast: Forecast) -> list[str]:
 
 
 def cells(forecast: Forecast, row: Row) -> list[str]:
-    asked, seconds = forecast.trace.num_asked, forecast.trace.duration_s
-    found = [
-        row.name,
-        *_configured(row),
-        f"{'≥ ' if forecast.is_too_short_for(row) else ''}{row.num_hit_blocks:,}",
-        *(share(blocks, asked) for blocks in row.blocks),
-        share(sum(row.tokens), forecast.trace.num_prompt_tokens),
-    ]
+    asked, seconds = max(1, forecast.trace.num_prompt_tokens), forecast.trace.duration_s
+    mark = "≥ " if forecast.is_too_short_for(row) else ""
+    tiers = row.tokens if forecast.sizes.disk else row.tokens[:2]
+    found = [*_configured(forecast, row), mark + percent(sum(row.tokens) / asked)]
+    found += [percent(tokens / asked) for tokens in tiers]
     if forecast.speeds is not None:
         times = row.first_token
-        found += [] if times is None else [f"{times.busy:.0%}", duration(times.p50_s), duration(times.p90_s)]
+        found += [] if times is None else [percent(times.busy), duration(times.p50_s), duration(times.p90_s)]
     found += [_rate(row.loaded_bytes, seconds), _rate(row.stored_bytes, seconds), _age(forecast, row)]
     return found + (["" if row.price is None else f"{row.price:,.2f}"] if forecast.prices is not None else [])
 
 
-def _configured(row: Row) -> list[str]:
-    return [
-        NOT_KNOWN if row.kind == NO_STORE else str(row.kind),
-        binary_size(row.host_bytes) if row.host_bytes else NOT_KNOWN,
-        binary_size(row.disk_bytes) if row.disk_bytes else NOT_KNOWN,
-    ]
-
-
 def by_tenant(forecast: Forecast) -> Iterator[list[str]]:
     """The lines of a table of the hits of each tenant that has a quota, and of all other requests."""
-    yield ["blocks hit by tenant", "stores, eviction", "host", "disk", *map(plain, forecast.quotas), "others"]
+    kinds = ["stores, eviction"] if _has_kinds(forecast) else []
+    yield ["blocks hit by tenant", *kinds, *map(plain, forecast.quotas), "others"]
     asked = [forecast.num_asked_by_tenant[tenant] for tenant in forecast.quotas]
     asked.append(forecast.trace.num_asked - sum(asked))
     for row in forecast.rows[1:]:
         hits = [row.tenants[tenant] for tenant in forecast.quotas]
         hits.append(row.num_hit_blocks - sum(hits))
-        yield [row.name, *_configured(row), *(f"{n:,} ({share(n, of)})" for n, of in zip(hits, asked, strict=True))]
+        shares = (f"{n:,} ({percent(n / of if of else 0.0)})" for n, of in zip(hits, asked, strict=True))
+        yield [*_configured(forecast, row), *shares]
 
 
 def _rate(num_bytes: int, seconds: float) -> str:
@@ -167,15 +215,22 @@ def _rate(num_bytes: int, seconds: float) -> str:
 
 def _age(forecast: Forecast, row: Row) -> str:
     if row.age_s is not None:
-        return duration(row.age_s)
+        return span(row.age_s)
     lasts = forecast.trace.duration_s
-    return NOT_KNOWN if row.has_evicted or row.name == "no cache" or not lasts else f"> {duration(lasts)}"
+    return NOT_KNOWN if row.has_evicted or row.name == "no cache" or not lasts else f"> {span(lasts)}"
 
 
-def as_json(forecast: Forecast) -> dict[str, Any]:
+def as_json(forecast: Forecast, made: Made | None = None) -> dict[str, Any]:
     """The forecast in bytes, seconds, blocks and tokens, as the field names say."""
-    trace = forecast.trace
+    trace, advice = forecast.trace, advise(forecast)
+    bought = advice.row
     return {
+        "advice": {
+            "sentence": advice.sentence,
+            "host_bytes": 0 if bought is None else bought.host_bytes,
+            "disk_bytes": 0 if bought is None else bought.disk_bytes,
+        },
+        "mix": None if made is None else {"users": made.users, "assumptions": [*made.mix.assumptions(made.users)]},
         "trace": {
             "name": trace.name,
             "num_requests": len(trace.requests),

@@ -90,16 +90,21 @@ class Trace:
 def read_trace(path: Path, block_tokens: int | None = None, limit: int | None = None) -> Trace:
     """The first `limit` requests of the file, which is compressed if its name ends with `.gz`. `block_tokens`: tokens
     of a block, if the file does not say; by default 512. Raises `TraceError`, or `OSError`."""
-    reader = _Reader(path.name, block_tokens)
     try:
         with _opened(path) as lines:
-            for number, line in enumerate(lines, 1):
-                if limit is not None and len(reader.requests) >= limit:
-                    break
-                if line.strip():
-                    reader.take(number, line)
+            return parse_trace(path.name, lines, block_tokens, limit)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(f"{path.name} is no complete gzip file: {error}") from error
+
+
+def parse_trace(name: str, lines: Iterable[str], block_tokens: int | None = None, limit: int | None = None) -> Trace:
+    """The same from lines that are not in a file. `name` is the name of the trace in messages."""
+    reader = _Reader(name, block_tokens)
+    for number, line in enumerate(lines, 1):
+        if limit is not None and len(reader.requests) >= limit:
+            break
+        if line.strip():
+            reader.take(number, line)
     return reader.finish()
 
 

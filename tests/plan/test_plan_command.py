@@ -16,6 +16,7 @@ import pytest
 from synthetic_traces import BLOCK_TOKENS, agents, conversations, write_trace
 
 from aoffload.plan.command import main
+from aoffload.plan.page import round_step, tick_time
 
 SIZES = ("--kv-bytes-per-token", "1KiB", "--device", "1200KiB", "--host", "3MiB,12MiB", "--block-tokens", "8")
 SPEEDS = ("--prefill-tokens-per-s", "2000", "--host-gbs", "1", "--price-per-gib-month", "4")
@@ -27,18 +28,32 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_table_has_a_row_for_each_size(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing, the device alone, each size, and no end; with times and prices if these are asked for."""
+    """Without a cache, with the device alone, each size, and unlimited; with times and prices if these are given."""
     assert main([trace, *SIZES]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("asked.jsonl: 400 requests in 3 min 20 s, ")
-    assert "a cache without end would hit" in lines[1] and "the knee is at" in lines[2]
-    names = [line.split("  ")[0].strip() for line in lines[5:10]]
-    assert names == ["no cache", "device alone", "host", "host", "endless"]
-    assert "first token" not in lines[4] and "a month" not in lines[4]
+    assert lines[1] == "" and "asked.jsonl: 400 requests in 3 min 20 s, " in lines[11]
+    names = [line.split("  ")[0].strip() for line in lines[3:8]]
+    assert names == ["no cache", "device alone", "host 3 MiB", "host 12 MiB", "unlimited host"]
+    assert "first token" not in lines[2] and "a month" not in lines[2] and "on disk" not in lines[2]
     assert main([trace, *SIZES, *SPEEDS]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "first token p50" in lines[4] and lines[4].endswith("a month")
-    assert (lines[7].endswith("0.01") and " ms " in lines[7]) or " s " in lines[7]
+    assert lines[7].endswith("0.01") and (" ms " in lines[7] or " s " in lines[7])
+
+
+def test_the_first_line_says_what_to_buy(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is the sentence of the JSON and of the page; the last line says what the sentence goes by."""
+    assert main([trace, *SIZES]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first == (
+        "Buy 12 MiB of host memory: 85 % of the prompt tokens would be hits, 24 points more than with the device alone "
+        "and as many as with unlimited host memory."
+    )
+    assert "smallest host memory of the table that saves at least 80 % of the prompt tokens" in last
+    assert main([trace, *SIZES, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["advice"] == {
+        "sentence": first, "host_bytes": 12 * 2**20, "disk_bytes": 0,
+    }  # fmt: skip
 
 
 def test_json_has_the_same_and_more(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +76,7 @@ def test_lazy_stores_have_rows_of_their_own(trace: str, capsys: pytest.CaptureFi
     """Behind the eager ones, in whatever order they are named."""
     assert main([trace, *SIZES, "--store", "lazy,eager"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines[7:11]] == ["eager,", "eager,", "lazy,", "lazy,"]
+    assert [line.split()[3] for line in lines[5:9]] == ["eager,", "eager,", "lazy,", "lazy,"]
 
 
 AGENTS = (*SIZES[:4], "--host", "800KiB", "--block-tokens", "8", "--eviction", "lru,learned")
@@ -81,16 +96,16 @@ def test_hints_and_quotas_are_rows(sessions: str, tmp_path: Path, capsys: pytest
     quota = ("--quota", "team-a=400KiB:", "--html", str(page))
     assert main([sessions, *AGENTS, "--hints", "none,stop,returns", *quota]) == 0
     printed = capsys.readouterr().out
-    assert "hints: returns have the true time of each return, so these rows are an upper bound" in printed
+    assert "hints: returns know the true time of each return, so these rows are an upper bound" in printed
     kinds = ("lru", "lru, quotas", *(
         f"learned{hints}{quotas}" for hints in ("", ", hints: stop", ", hints: returns") for quotas in ("", ", quotas")
     ))  # fmt: skip
     above, below = printed.split("blocks hit by tenant")
-    assert re.findall(r"^host +eager, (.*?)  ", above, re.MULTILINE) == list(kinds)
-    assert re.findall(r"^host +eager, (.*?)  ", below, re.MULTILINE) == list(kinds)
-    assert re.match(r" +stores, eviction +host +disk +team-a +others\n", below)
+    assert re.findall(r"^host 800 KiB +eager, (.*?)  ", above, re.MULTILINE) == list(kinds)
+    assert re.findall(r"^host 800 KiB +eager, (.*?)  ", below, re.MULTILINE) == list(kinds)
+    assert re.match(r" +stores, eviction +team-a +others\n", below)
     elements = Elements(page.read_text(encoding="ascii"))
-    assert elements.tags.count("circle") == 8 and elements.tags.count("table") == 2 and not elements.open
+    assert elements.tags.count("circle") == 3 * 8 and elements.tags.count("table") == 2 and not elements.open
 
 
 def test_sizes_beyond_all_bounds_are_planned(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,9 +117,14 @@ def test_sizes_beyond_all_bounds_are_planned(trace: str, capsys: pytest.CaptureF
 
 
 def test_sizes_are_chosen_where_none_is_named(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The device's, doubled."""
-    assert main([trace, *SIZES[:4], "--block-tokens", "8"]) == 0
-    assert re.search(r"host +eager, lru +1\.172 MiB .*\n.*host +eager, lru +2\.344 MiB ", capsys.readouterr().out)
+    """The device's, doubled up to the first one that holds everything, so one of them is enough; at most eight."""
+    assert main([trace, *SIZES[:4], "--block-tokens", "8", "--json"]) == 0
+    *_, endless = rows = json.loads(capsys.readouterr().out)["rows"]
+    hosts = [row["host_bytes"] for row in rows if row["name"] == "host"]
+    assert hosts == [1200 * 2**10 * 2**power for power in range(len(hosts))]
+    assert hosts[-2] < endless["host_bytes"] <= hosts[-1]
+    assert main([trace, *SIZES[:2], "--device", "16KiB", "--block-tokens", "8", "--json"]) == 0
+    assert sum(row["name"] == "host" for row in json.loads(capsys.readouterr().out)["rows"]) == 8
 
 
 @pytest.mark.parametrize(
@@ -117,7 +137,10 @@ def test_sizes_are_chosen_where_none_is_named(trace: str, capsys: pytest.Capture
         (["--eviction", "learned", "--hints", "stop"], "argument --hints: stop needs the field `stop`, which no line"),
         (["--quota", "team-a=1MiB:"], "argument --quota: 'team-a' is no `tenant` of any line of asked.jsonl"),
         (["--quota", "a=1MiB:", "--quota", "a=:1MiB"], "argument --quota: was given twice for 'a'"),
-        (["--disk", "1GiB", "--price-per-gib-month", "3"], "argument --disk-price-per-gib-month: is needed, too"),
+        (
+            ["--disk", "1GiB", "--price-per-gib-month", "3"],
+            "argument --disk-price-per-gib-month: is required with --disk",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line_and_status_2(
@@ -183,7 +206,7 @@ def test_it_runs_as_a_module_and_imports_no_torch(trace: str) -> None:
     for program in (["-c", code], ["-m", "aoffload.plan"], ["-m", "aoffload", "plan"]):
         command = [sys.executable, "-W", "error", *program, trace, *SIZES, "--store", "eager,lazy"]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
-        assert (done.returncode, done.stderr) == (0, "") and "endless" in done.stdout
+        assert (done.returncode, done.stderr) == (0, "") and "unlimited host" in done.stdout
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -230,10 +253,13 @@ def test_the_page_needs_nothing_else(page: str) -> None:
 
 
 def test_the_page_draws_every_row(page: str) -> None:
-    """A dot for each size and policy on the curve, lines of times, and the table."""
+    """A dot for each size and policy on the curve, lines of times, and the table. Each chart is drawn twice, for wide
+    and for narrow windows."""
     elements = Elements(page)
-    assert elements.tags.count("svg") == 2 + 3  # two charts, three entries of a legend
-    assert elements.tags.count("circle") == 4 and "eager, lru, 3 MiB: " in page and "lazy, lru, 12 MiB: " in page
+    assert elements.tags.count("svg") == 2 * 2 + 3  # two charts, three entries of a legend
+    assert (
+        elements.tags.count("circle") == 2 * 4 + 2 and "eager, lru, 3 MiB: " in page and "lazy, lru, 12 MiB: " in page
+    )
     assert elements.tags.count("tr") == 1 + 7
     for points in re.findall(r'points="([^"]*)"', page):
         assert all(re.fullmatch(r"-?\d+(\.\d)?,-?\d+(\.\d)?", point) for point in points.split())
@@ -253,3 +279,40 @@ def test_tiny_traces_are_drawn(tmp_path: Path, prompts: list[list[int]]) -> None
     trace = write_trace(tmp_path / "tiny.jsonl", prompts, gap_ms=0)
     assert main([str(trace), *SIZES, *SPEEDS, "--html", str(tmp_path / "page.html")]) == 0
     Elements((tmp_path / "page.html").read_text())
+
+
+@pytest.mark.parametrize(
+    ("top", "is_time", "step"),
+    [(0.33, False, 0.1), (0.95, False, 0.2), (0.04, False, 0.01), (0.9, True, 0.2), (49.0, True, 10.0),
+     (200.0, True, 60.0), (680.0, True, 300.0), (4000.0, True, 900.0), (40_000.0, True, 14_400.0),
+     (900_000.0, True, 259_200.0)],
+)  # fmt: skip
+def test_ticks_are_round(top: float, is_time: bool, step: float) -> None:
+    """In percent, and in seconds, minutes, hours or days as a clock has them; never more than six."""
+    assert round_step(top, is_time=is_time) == pytest.approx(step)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0"), (0.0002, "200 \u00b5s"), (0.2, "200 ms"), (10, "10 s"), (300, "5 min"), (14_400, "4 h")],
+)
+def test_ticks_of_times_have_a_unit(seconds: float, text: str) -> None:
+    """Nothing at the origin."""
+    assert tick_time(seconds) == text
+
+
+def test_axes_have_round_numbers_with_units(page: str) -> None:
+    """Shares in percent, sizes in powers of two, both from the smallest to the largest."""
+    wide, *_ = re.findall(r'<svg class="chart wide".*?</svg>', page, re.DOTALL)
+    texts = re.findall(r"<text [^>]*>(.*?)</text>", wide)
+    assert texts[:6] == ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]
+    assert texts[6:10] == ["1 MiB", "2 MiB", "4 MiB", "8 MiB"]
+
+
+def test_nothing_is_said_twice_on_a_page(page: str) -> None:
+    """The sentence is the heading, no paragraph repeats another, no text has the marks of a page's source."""
+    paragraphs = re.findall(r"<p[^>]*>(.*?)</p>", page)
+    assert len(paragraphs) == len(set(paragraphs)) and "`" not in page
+    (sentence,) = re.findall(r"<h1>(.*?)</h1>", page)
+    assert sentence.startswith("Buy ") and page.count(sentence) == 1
+    assert "smallest host memory" in page or "cheapest row" in page
