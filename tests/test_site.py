@@ -21,6 +21,7 @@ import aoffload.integrations.openai_server
 import aoffload.integrations.vllm
 import aoffload.kv_events
 import aoffload.metrics
+import aoffload.otel
 import aoffload.plan
 import aoffload.testing
 
@@ -34,6 +35,7 @@ REFERENCED = [
     aoffload.integrations.vllm,
     aoffload.kv_events,
     aoffload.metrics,
+    aoffload.otel,
     aoffload.plan,
     aoffload.testing,
 ]
@@ -66,8 +68,8 @@ class Elements(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built with every warning as an error."""
-    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
-    pytest.importorskip("mkdocstrings_handlers.python", reason="the extra `docs` is not installed")
+    pytest.importorskip("mkdocs", reason="the group `docs` is not installed")
+    pytest.importorskip("mkdocstrings_handlers.python", reason="the group `docs` is not installed")
     at = tmp_path_factory.mktemp("site")
     # Not --quiet: that would silence the warnings before they are counted.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(at)]

@@ -25,6 +25,7 @@ USED_FOR = {
     "mooncake": "a remote tier in Mooncake Store; brings a large distribution, which is not listed here",
     "metrics": "`aoffload.metrics`",
     "events": "`aoffload.kv_events`",
+    "otel": "`aoffload.otel`",
     "server": "`aoffload serve`",
     "vllm": "nothing: vLLM loads the connector",
 }

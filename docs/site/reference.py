@@ -27,6 +27,7 @@ MODULES = (
     "aoffload.integrations.vllm",
     "aoffload.kv_events",
     "aoffload.metrics",
+    "aoffload.otel",
     "aoffload.plan",
     "aoffload.testing",
 )
