@@ -56,6 +56,7 @@ PHRASES = {
     "main": "`python -m aoffload`",
     "metrics": "metrics for Prometheus",
     "observe": "the log, observers",
+    "otel": "spans for OpenTelemetry",
     "plan": "how much host memory is worth buying",
     "reference": "reference engine and models, HTTP server",
     "rules": "what each tier stores and fetches",
