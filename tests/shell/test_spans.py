@@ -40,6 +40,7 @@ class Exported:
 
     def __init__(self, *others: SpanProcessor) -> None:
         self.provider = TracerProvider(shutdown_on_exit=False)
+        self.num_failures = 0
         for other in others:
             self.provider.add_span_processor(other)
         self.exporter = InMemorySpanExporter()
@@ -95,6 +96,7 @@ async def traced(
     transport, made = ScriptedTransport(num_blocks + 1, auto=auto), config(**options)
     async with OffloadRuntime(made, transport=transport, observers=[exported.spans]) as runtime:
         yield Engine(runtime, TagBlocks(transport)), transport
+    assert runtime.observers.num_failures == exported.num_failures
     exported.assert_over()
 
 
@@ -235,7 +237,7 @@ async def test_requests_that_wait_for_the_same_copy_are_linked_to_it(exported: E
 
 @pytest.mark.anyio
 async def test_a_copy_whose_first_request_has_left_is_below_one_that_waits(exported: Exported) -> None:
-    """A queued load goes on for those who joined it."""
+    """A queued load goes on for those who joined it: below one of them, and linked to the others."""
     async with traced(exported, max_jobs_in_flight=1) as (engine, transport):
         for tokens in (A, B):
             await engine.serve(tokens)
@@ -254,16 +256,17 @@ async def test_a_copy_whose_first_request_has_left_is_below_one_that_waits(expor
 
             group.start_soon(leave)
             await turns()
-            group.start_soon(lambda: engine.serve(B, request_id="stays"))
-            await turns()
+            for name in ("stays", "stays, too"):
+                group.start_soon(lambda name=name: engine.serve(B, request_id=name))
+                await turns()
             engine.runtime.cancel("leaves")
             await turns()
             transport.auto = True
             transport.land_all()
         await engine.runtime.flush()
-    (stays,) = exported.of("stays")
-    children = [load for load in exported.named("load") if is_child(load, stays)]
-    assert len(children) == 1
+    (stays,), (other,) = exported.of("stays"), exported.of("stays, too")
+    (load,) = [load for load in exported.named("load") if is_child(load, stays)]
+    assert (linked(load), linked(other)) == ({other.context.span_id}, {load.context.span_id})
 
 
 @pytest.mark.anyio
@@ -283,10 +286,18 @@ async def test_a_store_is_not_linked_to_a_later_request_of_the_same_id(exported:
         await turns()
         transport.land_all()
         await engine.runtime.flush()
+        first = len(exported.named("store"))
+        for seed in (4, 5, 6):  # over before the second is stored
+            await engine.serve(prompt(seed, 9), request_id="r1")
+        assert len(transport.in_flight) == 1
+        transport.auto = True
+        transport.land_all()
+        await engine.runtime.flush()
     requests = [span.context.span_id for span in exported.of("r1")]
     links = [linked(span) for span in exported.named("store")]
-    assert links[0] == {requests[0]} and links[-1] == {requests[2]}
-    assert all(link <= {requests[1]} for link in links[1:-1])
+    assert links[0] == {requests[0]} and links[first - 1] == {requests[2]}
+    assert all(link <= {requests[1]} for link in links[1 : first - 1])
+    assert [links[first], links[first + 1], links[-1]] == [{requests[3]}, set(), {requests[5]}]
 
 
 @pytest.mark.anyio
@@ -444,7 +455,8 @@ async def test_a_processor_that_raises_harms_nobody() -> None:
             await engine.evict_device()
         assert await engine.serve(A) == 8
         await assert_at_rest(engine.runtime)
-        assert engine.runtime.observers.num_failures > 5
+        exported.num_failures = engine.runtime.observers.num_failures
+        assert exported.num_failures > 5
         assert engine.runtime.statistics().off_reason == ""
 
 
@@ -478,13 +490,14 @@ def test_a_ledger_without_a_runtime(exported: Exported) -> None:
 
 def test_spans_of_a_ledger_that_is_dropped(exported: Exported) -> None:
     """`close` ends what is open. What its ledger reports afterwards about the same requests is nothing."""
-    ledger = ledger_with(exported.spans)
+    observers = Observers(exported.spans)
+    ledger = ledger_with(observers)
     record = ledger.admit(prefix())
     exported.spans.close()
     exported.assert_over()
     assert len(exported.all) == 1
     ledger.release(record)
-    assert len(exported.all) == 1
+    assert (len(exported.all), observers.num_failures) == (1, 0)
 
 
 def test_what_is_kept_of_requests_that_are_over_is_bounded(exported: Exported) -> None:
