@@ -67,7 +67,7 @@ def test_the_tests_run_with_each_python_that_the_project_names() -> None:
     named = {name.rpartition(" ")[2] for name in given if re.search(r"Python :: 3\.\d+$", name)}
     assert named <= {*matrix["python"]} and job["strategy"]["fail-fast"] is False
     assert all(version in SpecifierSet(PROJECT["requires-python"]) for version in matrix["python"])
-    assert [(one["python"][-1], one["may-fail"]) for one in matrix["include"]] == [("t", True)] * 2
+    assert [(one["python"][-1], one["may-fail"]) for one in matrix["include"]] == [("t", True)]
     commands = [step["run"] for step in job["steps"] if "run" in step]
     assert commands == ["make test PYTHON=python"]
 
