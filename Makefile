@@ -17,11 +17,16 @@ PEERS := build/peers
 .PHONY: demo lint test test-rest test-proof test-engines test-shell test-lowest dependencies check docs prove mutants prove-long prove-states tiers gpu gpu-dry attacks vllm vllm33 vllm-installed s3-server bench bench-peers compiled test-compiled lockstep compare-builds compiled-memory compiled-soak compiled-vllm wheels clean
 
 # Installed once; again when what it was installed from changes.
+# What users install, but for mooncake, which is large, and vllm, which loads this package itself.
+EXTRAS := cuda,disk,events,metrics,object-storage,otel,remote,server,transformers,trio,uvloop
+# The first that knows dependency groups.
+PIP := 'pip>=25.1'
+
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --upgrade $(PIP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --constraint constraints-dev.txt \
-		--editable '.[dev]'
+		--editable '.[$(EXTRAS)]' --group dev
 	touch $@
 
 demo: $(VENV)/.installed
@@ -67,7 +72,8 @@ test-lowest: $(LOWEST)/.installed
 $(LOWEST)/.installed: pyproject.toml tests/lowest.py
 	$(PYTHON) -m venv $(LOWEST)
 	$(PYTHON) tests/lowest.py >$(LOWEST)/constraints.txt
-	$(LOWEST)/bin/python -m pip install --quiet --constraint $(LOWEST)/constraints.txt --editable '.[test]'
+	$(LOWEST)/bin/python -m pip install --quiet --upgrade $(PIP)
+	$(LOWEST)/bin/python -m pip install --quiet --constraint $(LOWEST)/constraints.txt --editable '.[$(EXTRAS)]' --group test
 	touch $@
 
 # What each extra brings, into docs/dependencies.md.

@@ -49,7 +49,7 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise MissingPlotterError("no picture without matplotlib: pip install 'aoffload[bench]'") from None
+        raise MissingPlotterError("no picture without matplotlib: pip install --group bench") from None
     num_rows = -(-len(curves) // NUM_COLUMNS)
     width, height = PANEL_INCHES
     figure = Figure((width * NUM_COLUMNS, height * num_rows), dpi=DOTS_PER_INCH, layout="constrained")

@@ -33,7 +33,7 @@ def run(vllm: Peer | None = None) -> list[Row]:
     """Milliseconds from requesting the file until everything is drawn, and from typing an id until its timeline is
     shown."""
     if CHROMIUM is None or find_spec("playwright") is None:
-        print("trace_page: there is no Chromium, or no playwright (extra `browser`)", file=sys.stderr)
+        print("trace_page: there is no Chromium, or no playwright (group `browser`)", file=sys.stderr)
         return []
     with TemporaryDirectory() as directory:
         log, page = Path(directory) / "events.log", Path(directory) / "page.html"

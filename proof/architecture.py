@@ -49,6 +49,7 @@ PHRASES = {
     "main": "the command `aoffload`",
     "metrics": "metrics",
     "observe": "log, observers",
+    "otel": "spans for OpenTelemetry",
     "plan": "`aoffload plan`",
     "reference": "reference engine, HTTP server",
     "rules": "rules of copies",

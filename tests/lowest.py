@@ -9,7 +9,8 @@ from pathlib import Path
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 EXTRAS = (
-    "cuda", "disk", "events", "metrics", "object-storage", "remote", "server", "transformers", "trio", "uvloop",
+    "cuda", "disk", "events", "metrics", "object-storage", "otel", "remote", "server", "transformers", "trio",
+    "uvloop",
 )  # fmt: skip
 """Of these, beside what is always required. Tools of developers are as new as they come."""
 

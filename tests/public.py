@@ -18,6 +18,7 @@ import aoffload.integrations.vllm
 import aoffload.kv_events
 import aoffload.ledger
 import aoffload.metrics
+import aoffload.otel
 import aoffload.plan
 import aoffload.ranks
 import aoffload.stores
@@ -44,6 +45,7 @@ EVERY_MODULE: list[ModuleType] = [
     aoffload.integrations.vllm,
     aoffload.kv_events,
     aoffload.metrics,
+    aoffload.otel,
     aoffload.plan,
     aoffload.testing,
 ]

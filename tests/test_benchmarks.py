@@ -211,7 +211,7 @@ def test_a_bound_belongs_to_its_point() -> None:
 
 def test_curves_are_drawn(tmp_path: Path) -> None:
     """One picture for all of them, small enough to be kept beside the text."""
-    pytest.importorskip("matplotlib", reason="pictures need the extra 'bench'")
+    pytest.importorskip("matplotlib", reason="pictures need the group 'bench'")
     points = {x: Point(Measured(x * 1e-6, x * 0.9e-6, x * 1.1e-6, 0.0, 3), x / 1.0) for x in (1, 10, 100)}
     curves = [Curve(f"curve {number}", "blocks", {"hit": points, "miss": points}) for number in range(3)]
     draw(curves, tmp_path / "new" / "growth.png")
@@ -221,7 +221,7 @@ def test_curves_are_drawn(tmp_path: Path) -> None:
 def test_a_missing_plotter_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without matplotlib there is no picture, but a line that says how to get one."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingPlotterError, match=r"pip install 'aoffload\[bench\]'"):
+    with pytest.raises(MissingPlotterError, match=r"pip install --group bench"):
         draw([], tmp_path / "growth.png")
 
 

@@ -140,6 +140,7 @@ WANTED = {
         "a store in Mooncake",
     ),
     "object-storage": ("from aoffload.stores import ObstoreStore; ObstoreStore(None)", "a store in object storage"),
+    "otel": ("import aoffload.otel", "aoffload.otel"),
     "remote": ("from aoffload.stores import RedisStore; RedisStore.from_url('redis://a')", "a store in Redis"),
     "server": ("from aoffload.integrations.openai_server import make_app", "make_app"),
     "transformers": ("from aoffload.integrations import load_model; load_model('llama')", "the model"),
@@ -175,8 +176,7 @@ def test_a_command_without_its_extra_ends_with_2(arguments: str, extra: str) -> 
 
 def test_extras_are_those_of_the_project() -> None:
     """Each extra that users install is known here, and each that is known here can be installed."""
-    for_developers = {"test", "browser", "dev", "mutation", "bench", "docs"}
-    assert set(MODULES) == set(PROJECT["optional-dependencies"]) - for_developers
+    assert set(MODULES) == set(PROJECT["optional-dependencies"])
     assert set(WANTED) == set(MODULES) - {"uvloop"}  # programs import it, nothing here does
 
 

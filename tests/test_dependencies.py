@@ -14,7 +14,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, GROUPS = PYPROJECT["project"], PYPROJECT["dependency-groups"]
 PAGE = (ROOT / "docs/dependencies.md").read_text()
 ROW = re.compile(r"^(?:`([\w-]+)`|\(none\)) \| [^|]+ \| (.*)$", re.MULTILINE)
 DISTRIBUTION = re.compile(r"([\w-]+) ([<>=~!][^ ]*) \(([^()]+)\)")
@@ -58,5 +59,27 @@ def test_the_lowest_versions_are_those_that_are_stated() -> None:
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", text)
         if extra is None or extra[1] in lowest.EXTRAS:
             assert pins[canonicalize_name(one.name)] in one.specifier
+    assert set(lowest.EXTRAS) == set(PROJECT["optional-dependencies"]) - {"mooncake", "vllm"}
+
+
+def test_developers_install_each_extra_and_all_tools() -> None:
+    """`make test` installs the extras whose lowest versions are tested, and the group `dev`. Tools are in groups, so
+    none of them is an extra that a user could install."""
+    makefile = (ROOT / "Makefile").read_text()
+    extras = re.search(r"^EXTRAS := (.*)$", makefile, re.MULTILINE)
+    assert extras is not None and tuple(extras[1].split(",")) == lowest.EXTRAS
+    assert "'.[$(EXTRAS)]' --group dev\n" in makefile and "'.[$(EXTRAS)]' --group test\n" in makefile
     tools = {"bench", "browser", "dev", "docs", "mutation", "test"}
-    assert set(lowest.EXTRAS) == set(PROJECT["optional-dependencies"]) - tools - {"mooncake", "vllm"}
+    assert set(GROUPS) == tools and not tools & {*PROJECT["optional-dependencies"]}
+
+
+def test_groups_include_groups_that_exist() -> None:
+    """Each group includes others by a name that there is, and `dev` has every tool but that for automatic mutants."""
+
+    def named(group: str) -> set[str]:
+        found = {canonicalize_name(Requirement(one).name) for one in GROUPS[group] if isinstance(one, str)}
+        return found.union(*(named(one["include-group"]) for one in GROUPS[group] if isinstance(one, dict)))
+
+    assert named("dev") == set[str]().union(*(named(group) for group in GROUPS if group != "mutation"))
+    pinned = (ROOT / "constraints.txt").read_text() + (ROOT / "constraints-dev.txt").read_text()
+    assert named("dev") <= {canonicalize_name(name) for name in re.findall(r"^([\w.-]+)==", pinned, re.MULTILINE)}

@@ -25,7 +25,8 @@ FLOORS = (
     "_observe",
     "_runtime _tiers.disk.loop _tiers.lower.loop _tiers.remote.loop _tiers.fetch.loop",
     "ledger host_cache transport ranks cuda stores",
-    "demo testing trace top plan _vllm _reference _observe.metrics _observe.kv_events integrations metrics kv_events",
+    "demo testing trace top plan _vllm _reference _observe.metrics _observe.kv_events _observe.spans"
+    " integrations metrics kv_events otel",
     "__main__",
 )
 """Packages, the lowest first: a folder, or a module on another floor than its folder. A package imports from its

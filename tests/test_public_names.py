@@ -12,7 +12,7 @@ from public import MODULES
 import aoffload
 
 ROOT = Path(__file__).parent.parent
-BESIDE = ("integrations", "integrations.openai_server", "kv_events", "metrics", "plan", "testing")
+BESIDE = ("integrations", "integrations.openai_server", "kv_events", "metrics", "otel", "plan", "testing")
 """The other public modules."""
 MAX_NAMES = 46
 

@@ -50,8 +50,8 @@ class Elements(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built with every warning as an error."""
-    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
-    pytest.importorskip("mkdocstrings_handlers.python", reason="the extra `docs` is not installed")
+    pytest.importorskip("mkdocs", reason="the group `docs` is not installed")
+    pytest.importorskip("mkdocstrings_handlers.python", reason="the group `docs` is not installed")
     at = tmp_path_factory.mktemp("site")
     # Not --quiet: that would silence the warnings before they are counted.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(at)]

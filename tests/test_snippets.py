@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import json
+import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -195,6 +197,7 @@ AROUND: dict[str, Callable[[], Any]] = {
     "docs/vllm.md": partial(given, engine=Engine()),
     "docs/howto/preempting.md": preempting,
     "docs/howto/the-promise.md": promising,
+    "docs/howto/logs-and-spans.md": partial(given, OffloadRuntime=OffloadRuntime),
     "docs/howto/weights.md": partial(
         given,
         OffloadRuntime=OffloadRuntime,
@@ -294,6 +297,37 @@ async def sliding(names: Names, _: Path) -> None:
         assert not any(window[:first]) and all(window[first:])
 
 
+async def logging_and_tracing(names: Names, _: Path) -> None:
+    """Each function of the page opens a runtime whose events arrive where the page says."""
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    file, records = io.StringIO(), list[logging.LogRecord]()
+    provider, exporter = TracerProvider(shutdown_on_exit=False), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    handler, logger = logging.Handler(), logging.getLogger("engine.kv")
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    given = config(), torch.zeros(NUM_ROWS, 8)
+    for runtime in (
+        names["open_with_json_lines"](*given, file),
+        names["open_with_logging"](*given),
+        names["open_with_spans"](*given, provider),
+    ):
+        async with runtime, runtime.request(range(9), "r1") as request:
+            await request.allocate()
+            await request.load()
+            request.commit(9)
+    logger.removeHandler(handler)
+    lines = [json.loads(line) for line in file.getvalue().splitlines()]
+    assert {"request_pinned", "request_done", "job_completed"} <= {line["event"] for line in lines}
+    found = {record.getMessage(): vars(record) for record in records}
+    assert "request_pinned" not in found and found["request_done"]["request_id"] == "r1"
+    assert [span.name for span in exporter.get_finished_spans()] == ["aoffload.request", "aoffload.store"]
+
+
 async def answering(names: Names, _: Path) -> None:
     assert names["asked"] == [("llama", {"cache_salt": "tenant-a"})]
     await names["main"]()
@@ -325,6 +359,7 @@ AFTERWARDS: dict[str, Callable[[Names, Path], Awaitable[None]]] = {
     "docs/metrics.md": measuring,
     "docs/plan.md": recording,
     "docs/server.md": answering,
+    "docs/howto/logs-and-spans.md": logging_and_tracing,
 }
 """Uses what the blocks of a page define, and would otherwise only define."""
 

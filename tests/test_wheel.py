@@ -16,7 +16,9 @@ from pathlib import Path
 
 import attrs
 import pytest
+import trove_classifiers
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -67,7 +69,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
         try:
             metadata.version(tool)
         except metadata.PackageNotFoundError:
-            pytest.skip(f"{tool} is not installed (extra `dev`)")
+            pytest.skip(f"{tool} is not installed (group `dev`)")
     at = tmp_path_factory.mktemp("dist")
     call(sys.executable, "-m", "build", "--no-isolation", "--outdir", at, ROOT, cwd=at, PYTHONWARNINGS="")
     (sdist,), (wheel,) = at.glob("*.tar.gz"), at.glob("*.whl")
@@ -169,6 +171,25 @@ def test_the_wheel_says_what_the_project_says(built: Built) -> None:
     assert {str(Requirement(text)) for text in wanted} == {str(Requirement(text)) for text in PROJECT["dependencies"]}
 
 
+def test_the_wheel_tells_an_index_what_it_is(built: Built) -> None:
+    """Who wrote it, where to look, and classifiers that an index knows: an index refuses others. Each Python that has
+    a classifier is one that the requirement allows and that the workflow tests."""
+    found = message_from_string(built.file_text("METADATA"))
+    assert (found["Author"], found["Description-Content-Type"]) == ("aoffload developers", "text/markdown")
+    urls = dict(text.split(", ") for text in found.get_all("Project-URL", []))
+    assert list(urls) == ["Homepage", "Documentation", "Source", "Changelog", "Issues"]
+    assert all(url.startswith("https://github.com/aoffload/aoffload") for url in urls.values())
+    below_main = [url.partition("/blob/main/")[2] for url in urls.values() if "/blob/main/" in url]
+    assert below_main == [path for path in below_main if (ROOT / path).is_file()] == ["docs/index.md", "CHANGELOG.md"]
+    assert {"KV cache", "asyncio", "trio", "vLLM"} <= {*found["Keywords"].split(",")}
+    given = found.get_all("Classifier", [])
+    assert {*given} <= trove_classifiers.classifiers and given == sorted({*given})
+    assert {"Development Status :: 3 - Alpha", "Framework :: AnyIO", "Typing :: Typed"} <= {*given}
+    assert not [name for name in given if name.startswith("License ::")], "the expression says it"
+    versions = re.findall(r"Programming Language :: Python :: (3\.\d+)", "\n".join(given))
+    assert versions and all(version in SpecifierSet(PROJECT["requires-python"]) for version in versions)
+
+
 def test_the_command_is_installed(installed: Environment) -> None:
     """`aoffload` is on the path of the environment, and knows its version; each command has help without any extra but
     the server's, which is missing."""
@@ -198,6 +219,7 @@ NEEDS = {
     "cuda": "from aoffload._transfer.backends.cuda.nvidia import NvidiaDriver; NvidiaDriver(0)",
     "events": "import aoffload.kv_events",
     "metrics": "import aoffload.metrics",
+    "otel": "import aoffload.otel",
     "server": "from aoffload.integrations.openai_server import make_app",
     "transformers": "from aoffload.integrations import load_model; load_model('llama')",
     "trio": "import aoffload.testing",

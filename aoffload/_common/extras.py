@@ -16,6 +16,7 @@ MODULES = {
     "metrics": ("prometheus_client",),
     "mooncake": ("cryptography", "mooncake", "xxhash"),
     "object-storage": ("cryptography", "obstore", "xxhash"),
+    "otel": ("opentelemetry",),
     "remote": ("cryptography", "hiredis", "redis", "xxhash"),
     "server": ("starlette", "uvicorn"),
     "transformers": ("transformers",),

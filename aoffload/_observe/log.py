@@ -3,21 +3,18 @@
 `LedgerLog` is an observer: it writes the events of a ledger and of its copy queue. `Telemetry` adds the events that
 only a runtime has, such as the opening of a disk. These are method calls, because no ledger reports them.
 
-Any logger works that binds and takes fields: structlog is imported only if no logger is given. A filtered event costs
-one check of its level.
+`loggers` says which loggers there may be. A filtered event costs one check of its level.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from traceback import format_exception
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import attrs
 
-from .._common.arguments import check_has
 from .._common.tiers import Tier
 from .._eviction.status import EvictionSwitched
 from .._extensions.assembly import AnyLedger, check_ledger
@@ -48,7 +45,7 @@ from .._kernel.plans import PrefixMatch
 from .._kernel.states import JobState, Outcome, RequestState
 from .._transfer.breaker import Closed, StorageMove
 from .._transfer.transport import PinProgress
-from ..errors import InvalidArgument
+from .loggers import bound_logger, takes_exceptions
 
 _REQUEST_EVENTS = {state: f"request_{state.value}" for state in RequestState}
 _JOB_EVENTS = {state: f"job_{state.value}" for state in JobState}
@@ -82,35 +79,6 @@ def harmless(report: Callable[Concatenate[Log, Arguments], None]) -> Callable[Co
             self.num_lost_events += 1
 
     return guarded
-
-
-def default_logger() -> Any:
-    """The program's structlog logger. If structlog is not configured, one that prints only warnings to stderr."""
-    try:
-        import structlog  # imported only here: a program without a log, or with its own logger, may lack it
-    except ModuleNotFoundError as error:
-        raise InvalidArgument("logger", "must be given: there is no default one, structlog is not installed") from error
-    if structlog.is_configured():
-        return structlog.get_logger("aoffload")
-    return structlog.wrap_logger(
-        structlog.PrintLogger(sys.stderr),
-        processors=[structlog.processors.add_log_level, structlog.processors.KeyValueRenderer()],
-        wrapper_class=structlog.make_filtering_bound_logger(_WARNING),
-    )
-
-
-def _levels_heard(logger: Any) -> Callable[[int], bool]:
-    """A function that returns whether `logger` emits a level. A logger without such a check gets every event.
-
-    The function is called for each event, because levels may change. `is_enabled_for` is looked up in the class,
-    because an instance may take any attribute name for a level and write an event when it is called.
-    """
-    is_enabled_for = getattr(type(logger), "is_enabled_for", None)
-    try:
-        is_enabled_for(logger, _DEBUG)  # type: ignore[misc]
-    except Exception:  # noqa: BLE001 - the logger has none, or the one it wraps
-        return lambda level: True
-    return logger.is_enabled_for  # type: ignore[no-any-return]
 
 
 def _below_host(found: PrefixMatch) -> dict[str, int]:
@@ -268,8 +236,9 @@ def _link(event: TransportStalled | TransportRecovered) -> dict[str, str]:
 
 
 def _worker_failed(log: Any, event: WorkerFailed) -> None:
-    # As text, because not every logger can format an exception.
-    log.error("worker_failed", error=repr(event.error), traceback="".join(format_exception(event.error)))
+    # As text, because not every logger can format an exception. `logging` can, and gets it, too.
+    about = {"exc_info": event.error} if takes_exceptions(log) else {}
+    log.error("worker_failed", error=repr(event.error), traceback="".join(format_exception(event.error)), **about)
 
 
 WRITERS: dict[type[Event], Callable[[Any, Any], None]] = {
@@ -307,17 +276,14 @@ WRITERS: dict[type[Event], Callable[[Any, Any], None]] = {
 class LedgerLog:
     """An observer that writes a ledger's events, and the reports of its `CopyQueue`, to `logger`.
 
-    `logger` is structlog's, or another one that has `bind` and takes an event and its fields. The default is the
-    program's own structlog logger. Exceptions of the logger are counted and dropped.
+    `logger` is structlog's logger, another one that has `bind` and takes an event and its fields, or a `logging.Logger`
+    or `logging.LoggerAdapter`. With `logging`, the fields of an event are attributes of its `LogRecord`, as with `extra`.
+    The default is the program's own structlog logger. Exceptions of the logger are counted and dropped. A filtered event
+    costs one check of its level.
     """
 
     def __init__(self, logger: Any = None) -> None:
-        if logger is not None:
-            check_has("logger", logger, "structlog logger", "bind")
-        bound = default_logger() if logger is None else logger
-        # Bound once: an unbound structlog proxy would look up its configuration at every event.
-        self.logger = bound.bind()
-        self._is_heard = _levels_heard(self.logger)
+        self.logger, self._is_heard = bound_logger(logger)
         self.num_lost_events = 0
         """Events lost because the logger raised."""
 

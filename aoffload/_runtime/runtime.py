@@ -57,6 +57,7 @@ from .._kernel.extension import LedgerExtension
 from .._kernel.plans import PrefixMatch
 from .._kernel.protocols import DevicePool
 from .._observe.log import Telemetry
+from .._observe.loggers import check_logger
 from .._observe.observers import Observers
 from .._tiers.disk.loop import DiskWork
 from .._tiers.lower.extension import LowerTier
@@ -251,8 +252,7 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
             check_has("transport", transport, "Transport", TRANSPORTS)
         if env is not None:
             check_type("env", env, Env)
-        if logger is not None:
-            check_has("logger", logger, "structlog logger", "bind")
+        check_logger(logger)
         self.config = config
         self.transport: Transport = (
             LocalTransport(kv_caches, disk=config.disk, remote=config.remote) if transport is None else transport

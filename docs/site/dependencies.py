@@ -25,6 +25,7 @@ USED_FOR = {
     "mooncake": "a [store](remote.md#stores) in Mooncake Store",
     "metrics": "`aoffload.metrics`",
     "events": "`aoffload.kv_events`",
+    "otel": "`aoffload.otel`",
     "server": "`aoffload serve`",
     "vllm": "[vLLM](vllm.md), which you install yourself",
 }

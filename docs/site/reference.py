@@ -24,6 +24,7 @@ MODULES = (
     "aoffload.integrations.vllm",
     "aoffload.kv_events",
     "aoffload.metrics",
+    "aoffload.otel",
     "aoffload.plan",
     "aoffload.testing",
 )

@@ -35,6 +35,7 @@ async def with_disk(
     num_host_blocks: int = 16,
     tier: dict[str, Any] | None = None,
     logger: Any = None,
+    observers: Sequence[Any] = (),
     env: Env | None = None,
     **options: Any,
 ) -> AsyncIterator[Engine]:
@@ -46,7 +47,7 @@ async def with_disk(
     options = {"prefill_tokens_per_s": 1.0, **options}  # whatever it takes: a fetch is sooner
     namespace = options.pop("namespace", "test")
     made = attrs.evolve(config(num_host_blocks, disk=disk, **{"max_fetch_share": 0.5, **options}), namespace=namespace)
-    runtime = OffloadRuntime(made, blocks.tensors, logger=logger, env=env)
+    runtime = OffloadRuntime(made, blocks.tensors, logger=logger, observers=observers, env=env)
     if isinstance(place, SimulatedDisk):
         transport = runtime.transport
         assert isinstance(transport, LocalTransport) and transport._disk is not None

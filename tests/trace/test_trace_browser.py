@@ -45,7 +45,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def browser(small: Path) -> Iterator[Any]:
     """Started after `small`: while it runs, its event loop is this thread's, and there can be no other."""
-    driver = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `browser`)")
+    driver = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (group `browser`)")
     options = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses its sandbox to root
     with driver.sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
