@@ -48,7 +48,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "aoffload"
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-README, API, TRACING = ROOT / "README.md", DOCS / "api.md", DOCS / "tracing.md"
+README, API, TRACING, LOGS = ROOT / "README.md", DOCS / "api.md", DOCS / "tracing.md", DOCS / "howto/logs-and-spans.md"
 CHANGELOG = ROOT / "CHANGELOG.md"
 ARCHITECTURE = DOCS / "architecture.md"
 TUTORIAL, OWN_ENGINE = DOCS / "tutorial.md", ROOT / "examples/own_engine.py"
@@ -462,7 +462,7 @@ async def _write_log(file: io.StringIO, make_logger: Any, *observers: Any) -> No
 def test_the_json_logger_of_the_page_writes_the_fields_of_the_table() -> None:
     """Every field of every event of a real run stands in the row of that event, or of the one it refers to."""
     namespace: dict[str, Any] = {}
-    for code in code_blocks(TRACING, "python"):
+    for code in (code_blocks(LOGS, "python")[0], *code_blocks(TRACING, "python")):
         exec(compile(code, "docs/tracing.md", "exec"), namespace)
     file, observer = io.StringIO(), namespace["Finished"]()
     anyio.run(_write_log, file, namespace["json_logger"], observer)
