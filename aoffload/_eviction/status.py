@@ -23,7 +23,7 @@ class EvictionRule(enum.Enum):
     """An order of the program's own."""
 
 
-_RULES = {EvictionRule.LRU: "the last use", EvictionRule.LEARNED: "what was learned"}
+_RULES = {EvictionRule.LRU: "LRU", EvictionRule.LEARNED: "the learned order"}
 
 
 @attrs.frozen

@@ -240,7 +240,7 @@ class HostCache(AnyLedger):
         """A load of the whole hit. None: there is nothing to load, or the load was planned before. `max_tokens` has to
         be None: `decline` the rest."""
         if max_tokens is not None:
-            raise InvalidArgument("max_tokens", "must be None: decline the rest")
+            raise InvalidArgument("max_tokens", "must be None: call `decline` for tokens that must not be loaded")
         return self.matches.loadable(self.own(request))
 
     def decline(self, request: HostCacheRequest, from_token: int) -> PrefixMatch:
@@ -298,7 +298,9 @@ class HostCache(AnyLedger):
             limit = min(limit, check_int("max_tokens", max_tokens, 0))
         if request.state is not PINNED:
             if into is not None:
-                raise WrongState(f"load: the blocks of {request} were named before: call it again without `into`")
+                raise WrongState(
+                    f"load: an earlier call has named the blocks of {request}: call it again without `into`"
+                )
             if request.load is not None:  # called again
                 request.load.wake = wake
             elif self.lost_to_reset(request):
@@ -398,7 +400,7 @@ class HostCache(AnyLedger):
                 # The engine may have no blocks before a window that begins inside its first unit.
                 before = component.before_window(stop) if first == needed else []
                 if not {at for at, block_id in enumerate(blocks) if not block_id}.issubset(before):
-                    raise InvalidArgument("into", "names the null block where something has to be loaded")
+                    raise InvalidArgument("into", "names the null block at a position whose KV must be loaded")
                 named = without_null(blocks)
             found.append((component, first, blocks))
             rows.append(named)
