@@ -94,7 +94,7 @@ def _state_dtype(reader: ConfigReader, state_dtype: str) -> str:
     found = {str(value).removeprefix("torch.") for value in given.values() if value is not None}
     if len(found) > 1 or not found <= set(STATE_DTYPES):
         fields = " and ".join(f"`{name}` of {shown(value)}" for name, value in given.items() if value is not None)
-        raise ConfigError("state_dtype", f"is 'auto', and the config has {fields}: give {', '.join(STATE_DTYPES)}")
+        raise ConfigError("state_dtype", f"is 'auto', but the config has {fields}: give {', '.join(STATE_DTYPES)}")
     return found.pop() if found else "float32"
 
 

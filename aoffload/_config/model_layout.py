@@ -214,7 +214,7 @@ def _check_quantization(quantization: object) -> None:
         return
     for name in ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config"):
         if quantization.get(name):
-            raise ConfigError("dtype", f"is 'auto', and the checkpoint quantizes KV (`{name}`): give the dtype")
+            raise ConfigError("dtype", f"is 'auto', but the checkpoint quantizes KV (`{name}`): give the dtype")
 
 
 def _fingerprint(

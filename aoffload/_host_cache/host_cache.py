@@ -166,7 +166,7 @@ class HostCache(AnyLedger):
         # Only the engine knows its free and cached blocks, and the requests that wait for them.
         device = found.device
         held = f"{device.num_blocks:,} ({device.num_quarantined:,} quarantined)"
-        return f"{self._num_rows - 1:,} device blocks, which the engine hands out: copies hold {held}; {live}"
+        return f"{self._num_rows - 1:,} device blocks, which the engine allocates: copies hold {held}; {live}"
 
     # -- matches --------------------------------------------------------------------------------------------------
 

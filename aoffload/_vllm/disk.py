@@ -127,7 +127,7 @@ class DiskSide:
     def _turn_off(self, reason: str) -> None:
         self.state = DiskState.OFF
         self.counts.turned_off("disk")
-        _log.error("aoffload: the disk is not used any more: %s", reason)
+        _log.error("aoffload: the disk is no longer used: %s", reason)
 
     def reset(self) -> None:
         """The ledger has forgotten everything, so no restart may find it. The next step tells the worker."""
