@@ -147,7 +147,7 @@ class Commits:
         if type(checkpoints) is not tuple:  # first, because it may run code of the caller
             checkpoints = as_tuple("checkpoints", checkpoints, "int", CommitError)
         if request.computing is COMPUTES_LOST_BLOCKS:
-            problem = f"cannot be committed: {request} has lost its blocks since its last step: compute again"
+            problem = f"cannot be committed: {request} has given up its blocks since its last step: compute again"
             raise CommitError("num_computed_tokens", problem)
         if request.state is not RUNNING:
             require(request, "commit", ALLOCATED, RUNNING)

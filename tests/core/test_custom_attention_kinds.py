@@ -219,11 +219,11 @@ class Early(State):
 
 
 REFUSED = {
-    "raises": (Raises(), r"cannot say what it needs: KeyError: "),
-    "several stretches": (Sinks(), r"must require all blocks of 1 token"),
-    "goes back": (Shrinks(), r"reads token 24 at token 127, and nothing before 35"),
-    "free where it is not": (Wide(7), r"must say as `free_end` of 1 the last token"),
-    "not free where it is": (Early(), r"must say as `free_end` of 7 the last token"),
+    "raises": (Raises(), r"raised KeyError: "),
+    "several stretches": (Sinks(), r"must return from required_blocks\("),
+    "goes back": (Shrinks(), r"requires token 24 at token 127, but an earlier token requires nothing before 35"),
+    "free where it is not": (Wide(7), r"must return from free_end\(1\) the last token"),
+    "not free where it is": (Early(), r"must return from free_end\(7\) the last token"),
 }
 
 

@@ -73,7 +73,7 @@ async def test_an_opening_without_a_worker_thread_opens_nothing(tmp_path: Path) 
     """Nor does a runtime fail to close for want of one: it closes in the event loop's thread then."""
     env = FewThreads()
     env.has_workers = False
-    with pytest.raises(TransferRefused, match="no thread to open the transport in"):
+    with pytest.raises(TransferRefused, match="cannot start a thread to open the transport"):
         async with with_disk(tmp_path, env=env):
             raise AssertionError("it was opened without a thread")
     assert not env.threads

@@ -283,7 +283,7 @@ def test_a_kernel_that_cannot_be_used_is_named_once_and_not_chosen(
     cuda = SimulatedCuda()
     options = on(cuda, kernel=kernel, break_even=break_even)
     backend = CudaBackend(regions_of(torch.zeros(8, MIB)), options=options)
-    with pytest.warns(RuntimeWarning, match=rf"kernel for them cannot be used: .*{why}") as given:
+    with pytest.warns(RuntimeWarning, match=rf"kernel cannot be used: .*{why}") as given:
         backend.open(2)
     assert len(given) == 1
     assert backend.break_even == BreakEven(0, 0) and not backend.has_kernel
