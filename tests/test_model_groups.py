@@ -373,7 +373,7 @@ def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_that_quantizes_kv_needs_a_dtype() -> None:
     """ "auto" would take the dtype of the weights for blocks that an engine stores in fp8."""
     quantized = PLAIN | {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}}
-    with pytest.raises(ConfigError, match=r"^dtype: is 'auto', and the checkpoint quantizes KV"):
+    with pytest.raises(ConfigError, match=r"^dtype: is 'auto', but the checkpoint quantizes KV"):
         groups_of(quantized)
     assert groups_of(quantized, dtype="fp8_e4m3").regions[0].dtype == "float8_e4m3fn"
     with pytest.raises(

@@ -349,11 +349,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         small("granitemoehybrid", layer_types=["mamba"] * 4),
         "a recurrent state in every layer, but blocks need the KV of a layer with attention",
     ),
-    (small("granitemoehybrid", without="layer_types"), "no `layer_types` or `layers_block_type` that says in which"),
+    (small("granitemoehybrid", without="layer_types"), "no `layer_types` or `layers_block_type` that says which layers have it"),
     (small("granitemoehybrid", layer_types=["mamba"] * 3), "has 4 layers, but a `layer_types` for 3"),
     (small("granitemoehybrid", layer_types=["rwkv"] * 4), "layers of rwkv; groups_of supports .*mamba for this type"),
     (small("granitemoehybrid", mamba_d_head=8), "8 Mamba heads of 8, which do not fill a width of 128"),
-    (small("granitemoehybrid", mamba_n_groups=3), "8 Mamba heads, which its 3 groups do not divide"),
+    (small("granitemoehybrid", mamba_n_groups=3), "8 Mamba heads, but its 3 groups do not divide them"),
     (small("granitemoehybrid", mamba_d_conv=1), "`mamba_d_conv` of 1, so its convolution keeps no inputs"),
     (small("granitemoehybrid", mamba_of_its_own=1), "fields that may change what is cached.*: `mamba_of_its_own`"),
     (small("granitemoehybrid", without="mamba_d_state"), "has no `mamba_d_state`"),
@@ -363,7 +363,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (small("qwen3_next", without="head_dim"), "has no `head_dim`"),
     (small("qwen3_next", is_causal=False), "attends to later tokens"),
     (small("nemotron_h", hybrid_override_pattern="MX*", num_hidden_layers=3), "layers of X; groups_of supports"),
-    (small("nemotron_h", hybrid_override_pattern="M*"), "has 6 layers, and .* in 2"),
+    (small("nemotron_h", hybrid_override_pattern="M*"), "has 6 layers, but .* of 2 layers"),
     (small("nemotron_h", without="hybrid_override_pattern"), "neither a `hybrid_override_pattern` nor"),
     (small("nemotron_h", sliding_window=8), "fields that may change what is cached.*: `sliding_window`"),
     (small("bamba", attn_layer_indices=[4]), "`attn_layer_indices` is not a list of layers from 0 to 3"),
@@ -374,7 +374,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (small("kimi_linear", without="linear_attn_config"), "neither `linear_attn_config` nor `layer_types` says"),
     (small("kimi_linear", linear_attn_config=KIMI | {"kda_layers": [1, 2]}), "do not name each of 4 layers once"),
     (small("kimi_linear", linear_attn_config=KIMI | {"kda_layers": [1, 2, 3, 4]}), "do not name each of 4 layers once"),
-    (small("kimi_linear", linear_attn_config=KIMI | {"kda_layers": [0, 2, 3]}), "no list of layers from 1 to 4"),
+    (small("kimi_linear", linear_attn_config=KIMI | {"kda_layers": [0, 2, 3]}), "not a list of layers from 1 to 4"),
     (small("kimi_linear", linear_attn_config=KIMI | {"num_kv_heads": 2}), "may change what is cached.*`num_kv_heads`"),
     (small("kimi_linear", layer_types=TYPES[::-1]), "`layer_types` that differ from its `linear_attn_config`"),
 ]
@@ -390,7 +390,7 @@ def test_a_hybrid_that_is_not_understood_is_refused(config: dict[str, Any], reas
 
 def test_a_checkpoint_of_too_many_blocks_is_refused() -> None:
     """The error names the block size, and the number of blocks."""
-    with pytest.raises(ConfigError, match=r"^block_size: gives blocks of 64 bytes, .* would take .*: 1,048,576 is the"):
+    with pytest.raises(ConfigError, match=r"^block_size: gives blocks of 64 bytes, .* would take .*: the limit is 1,048,576"):
         groups_of(small("qwen3_next", head_dim=8, num_key_value_heads=1, linear_value_head_dim=2**18), block_size=2)
 
 

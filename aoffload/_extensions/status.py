@@ -162,7 +162,7 @@ class RequestStatus:
     def _what(self) -> str:
         if self.waits_for is WaitsFor.PROGRAM:
             return "its program, which makes the next call"
-        held = "; ".join(map(str, self.held_by)) or "no holder"
+        held = "; ".join(map(str, self.held_by)) or "nothing"
         if self.waits_for is WaitsFor.FETCH:
             return f"a fetch of {' and '.join(map(str, self.fetching)) or 'tokens that another fetch brings'}: {held}"
         if self.waits_for is WaitsFor.ANSWER:
@@ -201,7 +201,7 @@ def explained(about: str, requests: Iterable[RequestStatus], holders: Iterable[H
         rows.append((plain(one.request_id), one.state.value, seconds(one.age_s), f"{one.num_blocks:,}", one.what()))
     lines = [about, *_table(("request", "state", "for", "blocks", "waits for"), rows)]
     held = [f"  {holder}" for holder in holders]
-    lines += ["device blocks are held by", *(held or ["  no holder"])]
+    lines += ["device blocks are held by", *(held or ["  nothing"])]
     return "\n".join(lines)
 
 

@@ -60,7 +60,7 @@ class Timed(Driven):
 def test_an_idle_ledger_says_that_nobody_holds_anything() -> None:
     driven = Timed(8)
     assert driven.ledger.reports.requests() == driven.ledger.reports.holders() == ()
-    assert driven.ledger.explain().splitlines()[-1] == "  nobody"
+    assert driven.ledger.explain().splitlines()[-1] == "  nothing"
     assert driven.ledger.explain().startswith("8 device blocks: 8 free, 0 cached, 0 pinned, 0 quarantined; 0 requests")
 
 
@@ -86,7 +86,8 @@ def test_numbers_are_written_in_one_way() -> None:
     assert "3,000 host blocks" in text and "6,000 blocks for 0.0 s" in text
     assert "request one, allocated for 0.0 s: 15,000 blocks" in text
     assert str(Declined(1_234, 1_234.5, 0.0123)) == (
-        "computes 1,234 tokens of its host hit instead of loading them: first token in 0.0123 s, with the load in 1,234 s"
+        "computes 1,234 tokens of its host hit instead of loading them: "
+        "first token in 0.0123 s, with the load in 1,234 s"
     )
 
 

@@ -505,7 +505,7 @@ def test_a_misspelt_and_an_async_hook_are_refused() -> None:
             yield
 
     config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=16)
-    with pytest.raises(InvalidArgument, match=r"extensions: Misspelt\.on_admit is no hook"):
+    with pytest.raises(InvalidArgument, match=r"extensions: Misspelt\.on_admit is not a hook"):
         Ledger(config, 9, extensions=[Misspelt()])
     with pytest.raises(InvalidArgument, match=r"extensions: Waits\.ask_admit is async"):
         Ledger(config, 9, extensions=[Waits()])

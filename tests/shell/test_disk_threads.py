@@ -90,7 +90,7 @@ async def test_a_reset_without_a_thread_ends_the_use_of_the_disk() -> None:
     async with with_disk(disk, env=env) as engine:
         await on_the_disk_only(engine, A)
         env.num_threads = len(env.threads)
-        with pytest.raises(TransferRefused, match=r"a restart may find what was there: .* cannot be started"):
+        with pytest.raises(TransferRefused, match=r"a restart may find blocks from before: .* cannot be started"):
             await engine.runtime.reset()
         num_calls = disk.num_calls
         found = engine.runtime._session.disk

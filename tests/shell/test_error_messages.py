@@ -139,7 +139,7 @@ def test_a_host_pool_of_an_impossible_size_says_what_is_possible() -> None:
     with pytest.raises(ConfigError, match=r"host_bytes: .*limit is 2,147,483,647 blocks, 1,099,511,627,264 bytes"):
         much.resolve_host_blocks(512)
     little = OffloadConfig(groups=[KVCacheGroup("all")], host_bytes=511)
-    with pytest.raises(ConfigError, match="host_bytes: is 511 bytes, less than one block, which has 512 bytes"):
+    with pytest.raises(ConfigError, match="host_bytes: is 511 bytes, less than one block of 512 bytes"):
         little.resolve_host_blocks(512)
     assert little.resolve_host_blocks(511) == 1
 

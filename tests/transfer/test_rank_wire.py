@@ -95,7 +95,7 @@ def test_a_frame_that_is_cut_off_is_refused(frame: frames.Frame, data: st.DataOb
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (bytes([VERSION + 1]) + LAUNCH[1:], f"the frame has version {VERSION + 1}, but this process uses version {VERSION}"),
+        (bytes([VERSION + 1]) + LAUNCH[1:], f"has version {VERSION + 1}, but this process uses version {VERSION}"),
         (bytes([VERSION, 6]), "6 is not a kind"),
         (LAUNCH[:18] + bytes([len(Tier)]) + LAUNCH[19:], f"{len(Tier)} is not an index of"),
         (bytes([VERSION, 5]) + struct.pack("<d", float("nan")), "nan is not a number of seconds"),
@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_not_written(frame: frames.Frame) -> None:
 def test_a_negative_index_is_no_corrupt_block() -> None:
     """It would name a block from the other end of the plan."""
     spoiled: Any = attrs.evolve(COMPLETED, completion=Completion(1, Outcome.CORRUPT, corrupt=(-1,)))
-    with pytest.raises(WireError, match="-1 is no index"):
+    with pytest.raises(WireError, match="-1 is not an index"):
         decode(encode(spoiled))
 
 
