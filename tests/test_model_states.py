@@ -349,7 +349,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         small("granitemoehybrid", layer_types=["mamba"] * 4),
         "a recurrent state in every layer, but blocks need the KV of a layer with attention",
     ),
-    (small("granitemoehybrid", without="layer_types"), "no `layer_types` or `layers_block_type` that says which layers have it"),
+    (
+        small("granitemoehybrid", without="layer_types"),
+        "no `layer_types` or `layers_block_type` that says which layers have it",
+    ),
     (small("granitemoehybrid", layer_types=["mamba"] * 3), "has 4 layers, but a `layer_types` for 3"),
     (small("granitemoehybrid", layer_types=["rwkv"] * 4), "layers of rwkv; groups_of supports .*mamba for this type"),
     (small("granitemoehybrid", mamba_d_head=8), "8 Mamba heads of 8, which do not fill a width of 128"),
@@ -390,7 +393,9 @@ def test_a_hybrid_that_is_not_understood_is_refused(config: dict[str, Any], reas
 
 def test_a_checkpoint_of_too_many_blocks_is_refused() -> None:
     """The error names the block size, and the number of blocks."""
-    with pytest.raises(ConfigError, match=r"^block_size: gives blocks of 64 bytes, .* would take .*: the limit is 1,048,576"):
+    with pytest.raises(
+        ConfigError, match=r"^block_size: gives blocks of 64 bytes, .* would take .*: the limit is 1,048,576"
+    ):
         groups_of(small("qwen3_next", head_dim=8, num_key_value_heads=1, linear_value_head_dim=2**18), block_size=2)
 
 

@@ -524,7 +524,7 @@ def test_without_bindings_or_driver_torch_alone_does_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(backend, "NvidiaDriver", missing)
     assert isinstance(best_driver(regions), TorchDriver)
     monkeypatch.setattr(backend, "NvidiaDriver", no_driver)
-    with pytest.warns(RuntimeWarning, match="torch makes them, because of cuInit: no driver library"):
+    with pytest.warns(RuntimeWarning, match="because torch makes them: cuInit: no driver library"):
         assert isinstance(best_driver(regions), TorchDriver)
 
 

@@ -70,7 +70,7 @@ def kv_cache_groups(groups: Iterable[LayerGroup], block_size: int) -> list[KVCac
 def check_groups(groups: Sequence[LayerGroup], configured: Sequence[GroupLike], block_size: int) -> None:
     """Raise `ConfigError` unless a runtime with groups `configured` retains all KV that a model with `groups` reads."""
     if len(configured) != len(groups):
-        raise ConfigError("groups", f"has {len(configured)} groups in the runtime, but the model has {len(groups)}")
+        raise ConfigError("groups", f"are {len(configured)} in the runtime, but {len(groups)} in the model")
     for mine, theirs in zip(groups, configured, strict=True):
         attention = getattr(theirs, "attention", None)
         if attention != mine.attention and not isinstance(attention, FullAttention):

@@ -346,7 +346,7 @@ def test_a_disk_takes_one_rank_of_one_engine() -> None:
     ("extra", "problem"),
     [
         ({"disk": {"path": "/x", "size": "1MiB"}}, "namespace: is needed with disk"),
-        ({"disk": {"path": "/x", "size": "1MiB"}, "namespace": 3}, "namespace: must be text"),
+        ({"disk": {"path": "/x", "size": "1MiB"}, "namespace": 3}, "namespace: must be a string"),
         ({"disk": {"path": "/x"}, "namespace": "w"}, r"disk\.size: is missing"),
         ({"disk": "/x", "namespace": "w"}, "disk: must be a table"),
         ({"disk": {"path": "/x", "size": "much"}, "namespace": "w"}, r"disk\.size"),

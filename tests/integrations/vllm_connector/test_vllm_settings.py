@@ -28,7 +28,7 @@ def test_the_error_for_a_key_with_a_typo_names_the_key_that_was_meant(key: str, 
 
 def test_an_unknown_key_is_named() -> None:
     """A typing error never means the default."""
-    with pytest.raises(ConfigError, match="num_cpu_blocks: is no key") as caught:
+    with pytest.raises(ConfigError, match="num_cpu_blocks: is not a key") as caught:
         made(host_bytes="1GiB", num_cpu_blocks=3)
     assert caught.value.argument == "num_cpu_blocks"
     assert all(key in str(caught.value) for key in KEYS)
