@@ -209,7 +209,7 @@ async def test_a_wrong_state_is_noticed() -> None:
     ("changes", "options", "problem"),
     [
         ({"attention": None}, OPTIONS, "groups: must end with the group of model.states"),
-        ({"num_rows": 2}, OPTIONS, "groups.num_rows: is 2; a state takes 3 blocks"),
+        ({"num_rows": 2}, OPTIONS, "groups.num_rows: is 2, but a state takes 3 blocks"),
         ({"block_size": 4}, OPTIONS, "groups.block_size: .* multiples of prefill_tokens 8"),
         ({}, attrs.evolve(OPTIONS, prefill_start=PrefillStart.BY_LAYER), "prefill_start: is by layer"),
     ],
