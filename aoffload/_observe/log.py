@@ -89,9 +89,7 @@ def default_logger() -> Any:
     try:
         import structlog  # imported only here: a program without a log, or with its own logger, may lack it
     except ModuleNotFoundError as error:
-        raise InvalidArgument(
-            "logger", "must be given, because structlog, which makes the default logger, is missing"
-        ) from error
+        raise InvalidArgument("logger", "must be given: there is no default one, structlog is not installed") from error
     if structlog.is_configured():
         return structlog.get_logger("aoffload")
     return structlog.wrap_logger(
