@@ -164,7 +164,8 @@ def test_a_version_that_was_not_tried_is_in_the_log(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(log, "warning", lambda text, *values: said.append(text % values))
     with vllm_importable():
         AoffloadConnector(vllm_config(), KVConnectorRole.SCHEDULER, kv_cache_config(9))
-    wanted = [] if version.startswith(("0.32.0", "0.33.0")) else [f"aoffload: vLLM {version} is not tested with aoffload"]
+    warning = f"aoffload: vLLM {version} is not tested with aoffload"
+    wanted = [] if version.startswith(("0.32.0", "0.33.0")) else [warning]
     assert [each.partition(";")[0] for each in said] == wanted
 
 
