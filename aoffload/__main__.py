@@ -102,7 +102,7 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     command = next((command for command in COMMANDS if command.name == name), None)
     if command is None:
         known = ", ".join(command.name for command in COMMANDS)
-        return _complain(f"aoffload: {name!r} is no command and no option; there are: {known}, --help, --version")
+        return _complain(f"aoffload: {name!r} is not a command or an option; choose from {known}, --help, --version")
     try:
         run = _load(command)
         return run(arguments)

@@ -76,7 +76,7 @@ class UnsupportedVersion(AoffloadError, ImportError):  # noqa: N818
 
     def __init__(self, module: str, version: str, lacks: str, user: str, advice: str) -> None:
         found = f"{module} {version}".rstrip()
-        super().__init__(f"{user} does not go with {found}, which has no {lacks}: {advice}", name=module)
+        super().__init__(f"{user} does not work with {found}, which has no {lacks}: {advice}", name=module)
         self.version = version
 
 
@@ -84,8 +84,8 @@ class OutOfBlocks(AoffloadError):  # noqa: N818
     """Too few blocks are available. `retryable`: whether the end of other requests or pins could free enough blocks."""
 
     def __init__(self, num_needed: int, num_available: int, *, retryable: bool, argument: str = "num_tokens") -> None:
-        advice = "retry when others have let go" if retryable else "it can never fit"
-        super().__init__(f"{argument}: {num_needed} blocks needed, {num_available} to be had; {advice}")
+        advice = "retry when other requests or pins have released blocks" if retryable else "it can never fit"
+        super().__init__(f"{argument}: {num_needed} blocks needed, {num_available} available; {advice}")
         self.num_needed = num_needed
         self.num_available = num_available
         self.retryable = retryable
@@ -99,7 +99,7 @@ class IllegalTransition(WrongState):
     """A state change that the state table does not allow."""
 
     def __init__(self, entity: str, old: str, new: str) -> None:
-        super().__init__(f"{entity}: no move from {old} to {new}")
+        super().__init__(f"{entity}: cannot change from {old} to {new}")
         self.entity = entity
         self.old = old
         self.new = new

@@ -73,7 +73,7 @@ def test_an_unknown_command_is_one_line(wrong: str, capsys: pytest.CaptureFixtur
     assert main([wrong, "--help"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "\x1b" not in err
-    assert err.startswith(f"aoffload: {wrong!r} is no command") and "demo, trace, plan, top, serve" in err
+    assert err.startswith(f"aoffload: {wrong!r} is not a command") and "demo, trace, plan, top, serve" in err
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

@@ -280,12 +280,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"is_causal": False}, "attends to later tokens"),
     ({"layer_types": ["indexed_attention"] * 4}, "has layers of indexed_attention"),
     ({"layer_types": TYPES}, "has no `sliding_window`"),
-    ({"layer_types": TYPES[:3], "sliding_window": 9}, "has 4 layers and a `layer_types` of 3"),
+    ({"layer_types": TYPES[:3], "sliding_window": 9}, "has 4 layers, but a `layer_types` for 3"),
     ({"layer_types": [1, 2, 3, 4]}, "has a `layer_types` that is not a list of str"),
-    ({"sliding_window": 9}, "neither `layer_types` nor another field says in which layers"),
+    ({"sliding_window": 9}, "neither `layer_types` nor another field says which layers"),
     ({"sliding_window": -1}, "`sliding_window` that is not a positive integer"),
     ({"model_type": "gemma2"}, "gemma2 has no `sliding_window`"),
-    ({"model_type": "qwen3", "sliding_window": 9, "use_sliding_window": True}, "no `max_window_layers`"),
+    ({"model_type": "qwen3", "sliding_window": 9, "use_sliding_window": True}, "no valid `max_window_layers`"),
     ({"layer_types": TYPES, "sliding_window": 9, "use_sliding_window": False}, "`use_sliding_window` is false"),
     ({"num_kv_shared_layers": 2}, "fields that may change what is cached.*: `num_kv_shared_layers`"),
     ({"compress_ratios": [4] * 4}, "fields that may change what is cached.*: `compress_ratios`"),
@@ -366,14 +366,14 @@ def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
     """With its path."""
     for text in ("{", "[]", '"x"', "nul"):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ConfigError, match=r"config\.json' (is not a JSON file|holds no JSON object)"):
+        with pytest.raises(ConfigError, match=r"config\.json' (is not a JSON file|does not contain a JSON object)"):
             groups_of(tmp_path / "config.json")
 
 
 def test_a_checkpoint_that_quantizes_kv_needs_a_dtype() -> None:
     """ "auto" would take the dtype of the weights for blocks that an engine stores in fp8."""
     quantized = PLAIN | {"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}}
-    with pytest.raises(ConfigError, match=r"^dtype: is 'auto', and the checkpoint quantizes KV"):
+    with pytest.raises(ConfigError, match=r"^dtype: is 'auto', but the checkpoint quantizes KV"):
         groups_of(quantized)
     assert groups_of(quantized, dtype="fp8_e4m3").regions[0].dtype == "float8_e4m3fn"
     with pytest.raises(

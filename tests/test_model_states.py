@@ -267,7 +267,7 @@ def test_dtypes_of_states(fields: dict[str, Any], options: dict[str, Any], dtype
 def test_a_state_dtype_that_is_unknown_is_refused() -> None:
     """With the argument that decides it."""
     for fields in ({"mamba_ssm_dtype": "fp8"}, {"mamba_ssm_dtype": "float32", "mamba_ssm_cache_dtype": "float16"}):
-        with pytest.raises(ConfigError, match=r"^state_dtype: is 'auto', and the config has `mamba_ssm_dtype` of"):
+        with pytest.raises(ConfigError, match=r"^state_dtype: is 'auto', but the config has `mamba_ssm_dtype` of"):
             groups_of(small("qwen3_next", **fields))
     for value in ("fp8", None, 4):
         with pytest.raises(ConfigError, match=r"^state_dtype: must be one of auto, float32, bfloat16, float16; got"):
@@ -347,34 +347,37 @@ def test_two_ways_to_write_one_model(one: dict[str, Any], other: dict[str, Any])
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         small("granitemoehybrid", layer_types=["mamba"] * 4),
-        "a recurrent state in every layer and no layer with attention",
+        "a recurrent state in every layer, but blocks need the KV of a layer with attention",
     ),
-    (small("granitemoehybrid", without="layer_types"), "no `layer_types` or `layers_block_type` that says in which"),
-    (small("granitemoehybrid", layer_types=["mamba"] * 3), "has 4 layers and a `layer_types` of 3"),
-    (small("granitemoehybrid", layer_types=["rwkv"] * 4), "layers of rwkv; groups_of knows .*mamba for it"),
+    (
+        small("granitemoehybrid", without="layer_types"),
+        "no `layer_types` or `layers_block_type` that says which layers have it",
+    ),
+    (small("granitemoehybrid", layer_types=["mamba"] * 3), "has 4 layers, but a `layer_types` for 3"),
+    (small("granitemoehybrid", layer_types=["rwkv"] * 4), "layers of rwkv; groups_of supports .*mamba for this type"),
     (small("granitemoehybrid", mamba_d_head=8), "8 Mamba heads of 8, which do not fill a width of 128"),
-    (small("granitemoehybrid", mamba_n_groups=3), "8 Mamba heads, which its 3 groups do not divide"),
+    (small("granitemoehybrid", mamba_n_groups=3), "8 Mamba heads, but its 3 groups do not divide them"),
     (small("granitemoehybrid", mamba_d_conv=1), "`mamba_d_conv` of 1, so its convolution keeps no inputs"),
     (small("granitemoehybrid", mamba_of_its_own=1), "fields that may change what is cached.*: `mamba_of_its_own`"),
     (small("granitemoehybrid", without="mamba_d_state"), "has no `mamba_d_state`"),
-    (small("falcon_h1", layers_block_type=["mamba"] * 4), "layers of mamba; groups_of knows hybrid"),
+    (small("falcon_h1", layers_block_type=["mamba"] * 4), "layers of mamba; groups_of supports hybrid"),
     (small("qwen3_next", use_sliding_window=True), "uses a window"),
     (small("qwen3_next", layer_types=["sliding_attention"] * 4), "layers of sliding_attention"),
     (small("qwen3_next", without="head_dim"), "has no `head_dim`"),
     (small("qwen3_next", is_causal=False), "attends to later tokens"),
-    (small("nemotron_h", hybrid_override_pattern="MX*", num_hidden_layers=3), "layers of X; groups_of knows"),
-    (small("nemotron_h", hybrid_override_pattern="M*"), "has 6 layers, and .* in 2"),
+    (small("nemotron_h", hybrid_override_pattern="MX*", num_hidden_layers=3), "layers of X; groups_of supports"),
+    (small("nemotron_h", hybrid_override_pattern="M*"), "has 6 layers, but .* of 2 layers"),
     (small("nemotron_h", without="hybrid_override_pattern"), "neither a `hybrid_override_pattern` nor"),
     (small("nemotron_h", sliding_window=8), "fields that may change what is cached.*: `sliding_window`"),
-    (small("bamba", attn_layer_indices=[4]), "`attn_layer_indices` is no list of layers from 0 to 3"),
-    (small("bamba", attn_layer_indices=None), "`attn_layer_indices` is no list of layers"),
-    (small("lfm2", without="full_attn_idxs"), "`full_attn_idxs` is no list of layers"),
+    (small("bamba", attn_layer_indices=[4]), "`attn_layer_indices` is not a list of layers from 0 to 3"),
+    (small("bamba", attn_layer_indices=None), "`attn_layer_indices` is not a list of layers"),
+    (small("lfm2", without="full_attn_idxs"), "`full_attn_idxs` is not a list of layers"),
     (small("lfm2", conv_dim=32), "`conv_dim` other than its `hidden_size`"),
     (small("kimi_linear", without="kv_lora_rank"), "has no `kv_lora_rank`"),
     (small("kimi_linear", without="linear_attn_config"), "neither `linear_attn_config` nor `layer_types` says"),
     (small("kimi_linear", linear_attn_config=KIMI | {"kda_layers": [1, 2]}), "do not name each of 4 layers once"),
     (small("kimi_linear", linear_attn_config=KIMI | {"kda_layers": [1, 2, 3, 4]}), "do not name each of 4 layers once"),
-    (small("kimi_linear", linear_attn_config=KIMI | {"kda_layers": [0, 2, 3]}), "no list of layers from 1 to 4"),
+    (small("kimi_linear", linear_attn_config=KIMI | {"kda_layers": [0, 2, 3]}), "not a list of layers from 1 to 4"),
     (small("kimi_linear", linear_attn_config=KIMI | {"num_kv_heads": 2}), "may change what is cached.*`num_kv_heads`"),
     (small("kimi_linear", layer_types=TYPES[::-1]), "`layer_types` that differ from its `linear_attn_config`"),
 ]
@@ -390,7 +393,9 @@ def test_a_hybrid_that_is_not_understood_is_refused(config: dict[str, Any], reas
 
 def test_a_checkpoint_of_too_many_blocks_is_refused() -> None:
     """The error names the block size, and the number of blocks."""
-    with pytest.raises(ConfigError, match=r"^block_size: gives blocks of 64 bytes, .* would take .*: 1,048,576 is the"):
+    with pytest.raises(
+        ConfigError, match=r"^block_size: gives blocks of 64 bytes, .* would take .*: the limit is 1,048,576"
+    ):
         groups_of(small("qwen3_next", head_dim=8, num_key_value_heads=1, linear_value_head_dim=2**18), block_size=2)
 
 

@@ -230,7 +230,7 @@ class OffloadConfig:
             raise ConfigError("groups", "is empty")
         names = [group.name for group in self.groups]
         if len(set(names)) != len(names):
-            raise ConfigError("groups", f"has two groups of one name: {names}")
+            raise ConfigError("groups", f"has two groups with the same name: {names}")
         self._warn_of_long_hits()
         if (self.num_host_blocks is None) == (self.host_bytes is None):
             given = "neither is" if self.host_bytes is None else "both are"
@@ -242,11 +242,11 @@ class OffloadConfig:
         if self.num_host_blocks == 0 and (self.disk is not None or self.remote is not None):
             raise ConfigError("num_host_blocks", "is 0: blocks of a disk or a remote store pass through host memory")
         if self.quotas is not None and callable(self.eviction):
-            raise ConfigError("quotas", "need the eviction 'lru' or 'learned', and not an order of the program's own")
+            raise ConfigError("quotas", "need the eviction 'lru' or 'learned', not a custom eviction order")
         is_recurrent = any(isinstance(group, KVCacheGroup) and group.is_recurrent for group in self.groups)
         if is_recurrent and not callable(self.eviction) and self.eviction != "lru":
             raise ConfigError(
-                "eviction", "has to be 'lru' with a recurrent state: learned eviction knows no checkpoints"
+                "eviction", "must be 'lru' with a recurrent state: learned eviction does not support checkpoints"
             )
         for name in ("host_bytes", "max_bytes_in_flight", "max_job_bytes"):
             if getattr(self, name) is not None or name == "max_job_bytes":
@@ -260,9 +260,9 @@ class OffloadConfig:
             problem = (
                 f"groups: no hit is shorter than {shortest:,} tokens, the least common multiple of the block sizes"
             )
-            advice = "choose block sizes of which each divides the next"
+            advice = "choose block sizes of which each divides the next larger one"
             sizes_are = ", ".join(map(str, sizes))
-            warnings.warn(f"{problem} {sizes_are}, and shorter prompts never hit: {advice}", UserWarning, stacklevel=4)
+            warnings.warn(f"{problem} {sizes_are}, so shorter prompts never hit: {advice}", UserWarning, stacklevel=4)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], **arguments: Any) -> Self:
@@ -292,10 +292,10 @@ class OffloadConfig:
         num_bytes = parse_bytes("host_bytes", self.host_bytes)
         num_blocks = num_bytes // block_bytes
         if not num_blocks:
-            problem = f"is {num_bytes:,} bytes, less than one block, which has {block_bytes:,} bytes"
+            problem = f"is {num_bytes:,} bytes, less than one block of {block_bytes:,} bytes"
             raise ConfigError("host_bytes", problem)
         if num_blocks > MAX_BLOCKS:
-            most = f"there can be {MAX_BLOCKS:,} blocks at most, {MAX_BLOCKS * block_bytes:,} bytes"
+            most = f"the limit is {MAX_BLOCKS:,} blocks, {MAX_BLOCKS * block_bytes:,} bytes"
             problem = f"is {num_bytes:,} bytes, {num_blocks:,} blocks of {block_bytes:,} bytes: {most}"
             raise ConfigError("host_bytes", problem)
         return num_blocks

@@ -64,7 +64,7 @@ def pages_of(reader: ConfigReader, form: KVFormat, block_size: int) -> list[Page
     if ratios is None or not set(ratios) <= {0, 1, 4, MAX_RATIO}:
         raise reader.refuse(f"has no `compress_ratios` of 0, 1, 4 or {MAX_RATIO} for each layer")
     if reader.count("num_key_value_heads", 1) != 1:
-        raise reader.refuse("has several KV heads, and a latent has none")
+        raise reader.refuse("has several KV heads, but a latent has no heads")
     width, dtype = _latent(reader, form, size)
     index_size = reader.count("index_head_dim")
     reader.ignore("index_n_heads", "index_topk")

@@ -58,13 +58,13 @@ def check_kind(group: str, kind: AttentionKind, block_size: int) -> None:
     try:
         problem = _problem(kind, block_size)
     except Exception as error:
-        raise _refusal(group, kind, f"cannot say what it needs: {type(error).__name__}: {error}") from error
+        raise _refusal(group, kind, f"raised {type(error).__name__}: {error}") from error
     if problem:
         raise _refusal(group, kind, problem)
 
 
 def _refusal(group: str, kind: AttentionKind, problem: str) -> ConfigError:
-    return ConfigError("groups.attention", f"of group {group!r}, {type(kind).__name__}, {problem:.200}")
+    return ConfigError("groups.attention", f"in group {group!r}, {type(kind).__name__} {problem:.200}")
 
 
 def _problem(kind: AttentionKind, block_size: int) -> str:
@@ -72,10 +72,12 @@ def _problem(kind: AttentionKind, block_size: int) -> str:
     for token in _grid(block_size):
         read = kind.required_blocks(token, 1)
         if not _is_stretch(read, token):
-            return f"must require all blocks of 1 token from some on up to {token} at token {token}, not {read!r:.80}"
+            return f"must return from required_blocks({token}, 1) a range that ends at {token}, not {read!r:.80}"
         first = read.start
         if first < first_before:
-            return f"reads token {first} at token {token}, and nothing before {first_before} at an earlier one"
+            return (
+                f"requires token {first} at token {token}, but an earlier token requires nothing before {first_before}"
+            )
         found = read if block_size == 1 else kind.required_blocks(token, block_size)
         if not _is_stretch(found, token // block_size) or found.start != first // block_size:
             wanted = range(first // block_size, token // block_size)
@@ -87,9 +89,7 @@ def _problem(kind: AttentionKind, block_size: int) -> str:
             free_before = token
         free = kind.free_end(token)
         if type(free) is not int or not free_before <= free <= token or (free and _reads(kind, free)):
-            return (
-                f"must say as `free_end` of {token} the last token at which nothing before it is read, not {free!r:.80}"
-            )
+            return f"must return from free_end({token}) the last token that needs no earlier block, not {free!r:.80}"
         first_before = first
     return ""
 
@@ -184,7 +184,9 @@ def shortest_hit(block_sizes: Iterable[int]) -> int:
     every group ends. `ConfigError` if it is so long that no prompt would hit."""
     shortest = math.lcm(*block_sizes)
     if shortest > MAX_HIT_TOKENS:
-        raise ConfigError("groups", f"no hit is shorter than {shortest} tokens, which all block sizes have to divide")
+        raise ConfigError(
+            "groups", f"allow no hit below {shortest} tokens, the least common multiple of the block sizes"
+        )
     return shortest
 
 

@@ -94,7 +94,7 @@ def _state_dtype(reader: ConfigReader, state_dtype: str) -> str:
     found = {str(value).removeprefix("torch.") for value in given.values() if value is not None}
     if len(found) > 1 or not found <= set(STATE_DTYPES):
         fields = " and ".join(f"`{name}` of {shown(value)}" for name, value in given.items() if value is not None)
-        raise ConfigError("state_dtype", f"is 'auto', and the config has {fields}: give {', '.join(STATE_DTYPES)}")
+        raise ConfigError("state_dtype", f"is 'auto', but the config has {fields}: give {', '.join(STATE_DTYPES)}")
     return found.pop() if found else "float32"
 
 
@@ -107,9 +107,7 @@ def hybrid_layers_of(reader: ConfigReader, form: KVFormat, state_dtype: str, num
     found = HYBRID_MODELS[reader.model_type](reader, form, StateFormat.of(reader, form, state_dtype, num_ranks))
     reader.check_all_read()
     if not found.kv:
-        raise reader.refuse(
-            "has a recurrent state in every layer and no layer with attention: blocks have the size of KV"
-        )
+        raise reader.refuse("has a recurrent state in every layer, but blocks need the KV of a layer with attention")
     return found
 
 
@@ -127,7 +125,7 @@ def _kinds(reader: ConfigReader, names: Sequence[str], known: dict[str, str]) ->
     strange = sorted(set(names) - known.keys())
     if strange:
         problem = f"has a recurrent state and layers of {', '.join(strange)}"
-        raise reader.refuse(f"{problem}; groups_of knows {', '.join(known)} for it")
+        raise reader.refuse(f"{problem}; groups_of supports {', '.join(known)} for this type of model")
     return [known[name] for name in names]
 
 
@@ -139,14 +137,14 @@ def _given_kinds(reader: ConfigReader, *fields: str) -> list[str]:
         if names is not None:
             reader.ignore(*fields)
             return names
-    raise reader.refuse(f"has a recurrent state, and no `{'` or `'.join(fields)}` that says in which layers")
+    raise reader.refuse(f"has a recurrent state, but no `{'` or `'.join(fields)}` that says which layers have it")
 
 
 def _layer_numbers(reader: ConfigReader, name: str, numbers: range) -> set[int]:
     """The layers that a field lists, of which each is one of `numbers`."""
     given = reader.get(name)
     if not isinstance(given, (list, tuple)) or any(type(layer) is not int or layer not in numbers for layer in given):
-        problem = f"has a recurrent state, and its `{name}` is no list of layers from {numbers[0]} to {numbers[-1]}"
+        problem = f"has a recurrent state, but its `{name}` is not a list of layers from {numbers[0]} to {numbers[-1]}"
         raise reader.refuse(f"{problem}: {shown(given)}")
     return set(given)
 
@@ -193,7 +191,7 @@ def _mamba_2(
     convolution runs over the inputs of all heads, and B and C of all groups."""
     groups, state_size = reader.count(fields[0]), reader.count(fields[1])
     if heads % groups:
-        raise reader.refuse(f"has {heads} Mamba heads, which its {groups} groups do not divide")
+        raise reader.refuse(f"has {heads} Mamba heads, but its {groups} groups do not divide them")
     own_heads = states.share("Mamba heads", heads)
     own_groups = 1 if groups == 1 else states.share("groups of Mamba heads", groups)
     channels = own_heads * head_size + 2 * own_groups * state_size
@@ -275,10 +273,10 @@ def _nemotron_h(reader: ConfigReader, form: KVFormat, states: StateFormat) -> Hy
     if names is None and isinstance(pattern, str):
         names = [_PATTERN.get(letter, letter) for letter in pattern]
     if not isinstance(names, (list, tuple)) or not names or any(type(name) is not str for name in names):
-        problem = "has a recurrent state, and neither a `hybrid_override_pattern` nor `layers_block_type`"
-        raise reader.refuse(f"{problem} says in which layers")
+        problem = "has a recurrent state, but neither a `hybrid_override_pattern` nor `layers_block_type`"
+        raise reader.refuse(f"{problem} says which layers have it")
     if reader.get("num_hidden_layers") is not None and reader.num_layers() != len(names):
-        raise reader.refuse(f"has {reader.num_layers()} layers, and a recurrent state or another kind in {len(names)}")
+        raise reader.refuse(f"has {reader.num_layers()} layers, but lists the kinds of {len(names)} layers")
     reader.ignore(
         "mtp_hybrid_override_pattern", "mtp_layers_block_type", "mtp_layer_types", "chunk_size", "use_conv_bias",
         "mamba_hidden_act", "mamba_proj_bias", "use_mamba_kernels",
@@ -302,7 +300,7 @@ def _lfm2(reader: ConfigReader, form: KVFormat, states: StateFormat) -> HybridLa
         names = ["full_attention" if layer in full else "conv" for layer in range(num_layers)]
     for name in ("conv_dim", "conv_dim_out"):
         if reader.count(name, width) != width:
-            raise reader.refuse(f"has a `{name}` other than its `hidden_size`, which groups_of does not understand")
+            raise reader.refuse(f"has a `{name}` other than its `hidden_size`, which groups_of does not support")
     reader.ignore("conv_bias", "conv_use_xavier_init")
     channels = states.share("channels of a convolution", width)
     return _arranged(
@@ -334,8 +332,8 @@ def _kimi(reader: ConfigReader, form: KVFormat, states: StateFormat) -> HybridLa
             raise reader.refuse("has `layer_types` that differ from its `linear_attn_config`")
         names = named
     if names is None:
-        raise reader.refuse("has a recurrent state, and neither `linear_attn_config` nor `layer_types` says in which "
-                            "layers")  # fmt: skip
+        raise reader.refuse("has a recurrent state, but neither `linear_attn_config` nor `layer_types` says which "
+                            "layers have it")  # fmt: skip
     heads, head_size = linear.count(names_of[0]), linear.count(names_of[1])
     own = states.share("heads of linear attention", heads)
     state = (
@@ -352,7 +350,7 @@ def _kimi_layers(linear: ConfigReader, num_layers: int) -> list[str]:
     numbers = range(1, num_layers + 1)
     full, recurrent = (_layer_numbers(linear, name, numbers) for name in ("full_attn_layers", "kda_layers"))
     if full & recurrent or len(full | recurrent) != num_layers:
-        raise linear.refuse(f"has a recurrent state, and its two lists do not name each of {num_layers} layers once")
+        raise linear.refuse(f"has a recurrent state, but its two lists do not name each of {num_layers} layers once")
     return ["full_attention" if layer in full else "linear_attention" for layer in numbers]
 
 

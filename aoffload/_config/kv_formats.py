@@ -141,7 +141,7 @@ def latent_part(form: KVFormat, rank: int, rope_size: int) -> LayerPart:
     if not form.is_ds_mla:
         return LayerPart("latent", rank + rope_size, form.element)
     if rank % 128:
-        raise ConfigError("dtype", f"is 'fp8_ds_mla', which scales 128 elements at once, and a latent has {rank}")
+        raise ConfigError("dtype", f"is 'fp8_ds_mla', which scales 128 elements at once, but a latent has {rank}")
     return LayerPart("latent", rank + 4 * (rank // 128) + 2 * rope_size, "uint8")
 
 

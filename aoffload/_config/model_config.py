@@ -85,7 +85,7 @@ class ConfigReader:
     def num_layers(self) -> int:
         found = self.count("num_hidden_layers")
         if found > MAX_LAYERS:
-            raise self.refuse(f"has {found} layers; {MAX_LAYERS} are the most")
+            raise self.refuse(f"has {found} layers; the limit is {MAX_LAYERS}")
         return found
 
     def optional_count(self, name: str) -> int | None:
@@ -108,7 +108,7 @@ class ConfigReader:
         if not isinstance(value, (list, tuple)) or any(type(item) is not of for item in value):
             raise self.refuse(f"has a `{name}` that is not a list of {of.__name__}: {shown(value)}")
         if len(value) < num_layers or (len(value) > num_layers and not allow_longer):
-            raise self.refuse(f"has {num_layers} layers and a `{name}` of {len(value)}")
+            raise self.refuse(f"has {num_layers} layers, but a `{name}` for {len(value)}")
         return list(value[:num_layers])
 
     def part(self, name: str) -> ConfigReader:
@@ -186,5 +186,5 @@ def _from_file(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     except (ValueError, TypeError, RecursionError) as error:
         raise refusal(f"{place} is not a JSON file: {error}") from error
     if not isinstance(found, dict):
-        raise refusal(f"{place} holds no JSON object")
+        raise refusal(f"{place} does not contain a JSON object")
     return found

@@ -124,7 +124,7 @@ def _own_parts(
         layer = int(name) if str(name).isdecimal() and len(str(name)) < 10 else -1
         if not 0 <= layer < num_layers or not isinstance(own, Mapping):
             raise reader.refuse(
-                f"has a `per_layer_config` with {shown(name)}, which is none of its {num_layers} layers"
+                f"has a `per_layer_config` with {shown(name)}, which is not one of its {num_layers} layers"
             )
         common = {name: reader.get(name) for name in _OF_PARTS}
         fields = common | {"num_key_value_heads": _heads(reader), "head_dim": _head_size(reader), **own}
@@ -167,7 +167,7 @@ def _num_sharing_layers(reader: ConfigReader, num_layers: int) -> int:
         return 0
     number = reader.count("num_kv_shared_layers")
     if number >= num_layers:
-        raise reader.refuse(f"has {num_layers} layers, and a `num_kv_shared_layers` of {number} leaves none with KV")
+        raise reader.refuse(f"has {num_layers} layers, but a `num_kv_shared_layers` of {number} leaves none with KV")
     return number
 
 
@@ -185,15 +185,17 @@ def _kinds(reader: ConfigReader, num_layers: int) -> list[AttentionKind]:
     if reader.flag("use_sliding_window"):
         first = reader.get("max_window_layers")
         if type(first) is not int or first < 0:
-            raise reader.refuse(f"uses a window and has no `max_window_layers` that says from which layer: {first!r}")
+            raise reader.refuse(
+                f"uses a window, but has no valid `max_window_layers` (the first such layer): {first!r}"
+            )
         return [FullAttention() if layer < first else sliding for layer in range(num_layers)]
     if reader.model_type in _ALL_SLIDE:
         return [sliding] * num_layers
     if reader.model_type in _FULL_LAYER_EVERY:
         every = reader.count(pattern, _FULL_LAYER_EVERY[reader.model_type])
         return [sliding if (layer + 1) % every else FullAttention() for layer in range(num_layers)]
-    raise reader.refuse(f"has a window of {window} tokens, and neither `layer_types` nor another field says in which "
-                        "layers")  # fmt: skip
+    raise reader.refuse(f"has a window of {window} tokens, but neither `layer_types` nor another field says which "
+                        "layers have it")  # fmt: skip
 
 
 def _window(reader: ConfigReader) -> int | None:
@@ -219,13 +221,13 @@ def _from_types(reader: ConfigReader, types: list[str]) -> list[AttentionKind]:
             known[name] = FullAttention()
         elif name == "sliding_attention":
             if reader.get("use_sliding_window") is False:
-                raise reader.refuse("has layers of sliding_attention, and its `use_sliding_window` is false")
+                raise reader.refuse("has layers of sliding_attention, but its `use_sliding_window` is false")
             known[name] = SlidingWindow(reader.count("sliding_window"))
         elif name == "chunked_attention":
             known[name] = ChunkedLocal(reader.count("attention_chunk_size"))
         else:
             served = "full_attention, sliding_attention and chunked_attention"
-            raise reader.refuse(f"has layers of {name}; groups_of knows {served}")
+            raise reader.refuse(f"has layers of {name}; groups_of supports {served}")
     return [known[name] for name in types]
 
 
@@ -301,7 +303,7 @@ def _deepseek(reader: ConfigReader, form: KVFormat) -> list[LayerKV]:
     types = reader.per_layer("layer_types", num_layers, str)
     if types is not None and not set(types) <= {"full_attention", "indexed_attention"}:
         kinds = ", ".join(sorted(set(types)))
-        raise reader.refuse(f"has layers of {kinds}; groups_of knows latents only with full attention")
+        raise reader.refuse(f"has layers of {kinds}; groups_of supports latents only with full attention")
     if reader.model_type == "deepseek_v32":
         parts += (indexer_part(reader.count("index_head_dim")),)
         reader.ignore("index_n_heads", "index_topk")

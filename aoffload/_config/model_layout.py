@@ -218,7 +218,7 @@ def _check_quantization(quantization: object) -> None:
         return
     for name in ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config"):
         if quantization.get(name):
-            raise ConfigError("dtype", f"is 'auto', and the checkpoint quantizes KV (`{name}`): give the dtype")
+            raise ConfigError("dtype", f"is 'auto', but the checkpoint quantizes KV (`{name}`): give the dtype")
 
 
 def _fingerprint(
@@ -346,7 +346,7 @@ def _block_sizes(kinds: dict[AttentionKind, LayerKV], block_size: int, num_ranks
         sizes[kind] = block_size * times
         if sizes[kind] > MAX_BLOCK_SIZE:
             problem = f"is {block_size}, which gives blocks of {sizes[kind]} tokens for {kind}"
-            raise ConfigError("block_size", f"{problem}: {MAX_BLOCK_SIZE} is the most")
+            raise ConfigError("block_size", f"{problem}: the limit is {MAX_BLOCK_SIZE}")
     return sizes
 
 
@@ -377,7 +377,7 @@ def _with_states(arranged: Arranged, states: Sequence[StateView]) -> Arranged:
     unit = math.lcm(*(group.block_size for group in groups))
     if num_rows > MAX_ROWS:
         problem = f"gives blocks of {block_bytes:,} bytes, and a checkpoint would take {num_rows:,} of them"
-        raise ConfigError("block_size", f"{problem}: {MAX_ROWS:,} is the most")
+        raise ConfigError("block_size", f"{problem}: the limit is {MAX_ROWS:,}")
     group = KVCacheGroup("state", RecurrentState(), unit, num_rows=num_rows)
     alone = tuple(attrs.evolve(region, num_replicas=1, is_replicated=False) for region in regions)
     return (*groups, group), (*layers, tuple(dict.fromkeys(state.layer for state in states))), alone

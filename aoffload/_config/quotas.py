@@ -89,12 +89,12 @@ def _salts(value: Any) -> Mapping[Salt, Quota]:
     found: dict[Salt, Quota] = {}
     for number, (salt, quota) in enumerate(value.items(), 1):
         if type(salt) not in (str, bytes):
-            raise ConfigError("salts", f"salt {number} must be str or bytes, and is a {type(salt).__name__}")
+            raise ConfigError("salts", f"salt {number} must be str or bytes, got a {type(salt).__name__}")
         if not isinstance(quota, Quota):
-            raise ConfigError("salts", f"of salt {number} must be a Quota, got a {type(quota).__name__}")
+            raise ConfigError("salts", f"the value of salt {number} must be a Quota, got a {type(quota).__name__}")
         found[salt] = quota
     if len(found) >= MAX_ACCOUNTS:
-        raise ConfigError("salts", f"must be fewer than {MAX_ACCOUNTS:,}, has {len(found):,}")
+        raise ConfigError("salts", f"must be fewer than {MAX_ACCOUNTS:,}, got {len(found):,}")
     return MappingProxyType(found)
 
 
@@ -115,9 +115,9 @@ class Quotas:
         names = self.names
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError("salts", f"has two accounts that are shown as {shown(name)}")
+                raise ConfigError("salts", f"has two accounts with the name {shown(name)}")
         if clear := [name for name in names if name in self.salts and self._is_given(name)]:
-            raise ConfigError("salts", f"account {names.index(clear[0])} has a salt as its name, which would be shown")
+            raise ConfigError("salts", f"account {names.index(clear[0])} has a salt as its name, but names are shown")
 
     def _is_given(self, name: str) -> bool:
         return any(quota.name == name for quota in self.quotas)

@@ -120,7 +120,7 @@ def _toml(path: object, argument: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(argument, f"cannot read {name}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, or a path with a null byte
-        raise ConfigError(argument, f"{name!r} is no TOML file: {error}") from error
+        raise ConfigError(argument, f"{name!r} is not a TOML file: {error}") from error
 
 
 def _table(name: str, value: object, keys: Sequence[str], required: Sequence[str], origin: str) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def read_file(path: object, kind: type[Any], argument: str = "path") -> Settings
     found, name = _toml(path, argument), os.fsdecode(path)  # type: ignore[arg-type]
     for key in found:
         if key not in attrs.fields_dict(kind):
-            raise ConfigError(key, f"is no setting ({name})")
+            raise ConfigError(key, f"is not a setting ({name})")
     fields = attrs.fields_dict(kind)
     values = {key: _from_toml(key, value, name, _may_be_none(fields[key])) for key, value in found.items()}
     return Settings(values, dict.fromkeys(values, name), (name,))
@@ -216,7 +216,7 @@ def read_environment(environ: Mapping[str, str], kind: type[Any]) -> Settings:
             values[field.name] = _from_text(field, environ[variable], variable)
             origins[field.name] = variable
         elif variable.startswith(PREFIX) and variable not in (FILE_VARIABLE, KEY_VARIABLE):
-            raise ConfigError(variable, "is the variable of no setting")
+            raise ConfigError(variable, "does not name a setting")
     return Settings(values, origins, (f"variables {PREFIX}…",)).over(earlier)
 
 
@@ -250,7 +250,9 @@ def _group(table: object, origin: str) -> KVCacheGroup:
             raise ConfigError(f"groups.{key}", f"is not one of {', '.join(GROUP_KEYS)} ({origin})")
     given = [key for key in KINDS if key in table]
     if len(given) > 1:
-        raise ConfigError(f"groups.{given[0]}", f"and groups.{given[1]} are of different kinds of layers ({origin})")
+        raise ConfigError(
+            f"groups.{given[0]}", f"excludes groups.{given[1]}, which is for another kind of layers ({origin})"
+        )
     try:
         kind = KINDS[given[0]](table[given[0]]) if given else FullAttention()
         named = {key: table[key] for key in ("name", "block_size") if key in table}
@@ -265,11 +267,11 @@ def _group(table: object, origin: str) -> KVCacheGroup:
 def _from_text(field: attrs.Attribute[Any], text: str, variable: str) -> object:
     """The value of `text` for `field`, read according to the annotation of the field."""
     if field.name == "groups":
-        return _groups(_value("groups", "be one list of tables", text, variable), variable)
+        return _groups(_value("groups", "be a list of tables", text, variable), variable)
     if text == NONE and _may_be_none(field):
         return None
     if field.name in TABLES:
-        return TABLES[field.name](_value(field.name, "be one table", text, variable), variable)
+        return TABLES[field.name](_value(field.name, "be a table", text, variable), variable)
     annotation = str(field.type)
     if annotation.startswith("bool"):
         if text.lower() not in ("true", "false"):
@@ -295,7 +297,7 @@ def _value(name: str, wanted: str, text: str, variable: str) -> object:
     try:
         found = tomllib.loads(f"{name} = {text}")
     except (ValueError, RecursionError) as error:
-        raise ConfigError(name, f"is no TOML: {error} ({variable})") from error
+        raise ConfigError(name, f"is not valid TOML: {error} ({variable})") from error
     if found.keys() != {name}:
         raise ConfigError(name, f"must {wanted}, got {shown(text)} ({variable})")
     return found[name]

@@ -57,7 +57,7 @@ def num_slots_in(size_bytes: int, block_bytes: int, unit_tokens: int) -> int:
     none fits."""
     found = (size_bytes - SUPERBLOCK_BYTES - ROUNDING_BYTES) // (block_bytes + record_bytes(unit_tokens))
     if found < 1:
-        raise ConfigError("size", f"{size_bytes} bytes have no room for a block of {block_bytes}")
+        raise ConfigError("size", f"{size_bytes} bytes are too few for one block of {block_bytes} bytes")
     return min(found, MAX_SLOTS)
 
 
@@ -167,7 +167,7 @@ def _store(_: object, attribute: Any, value: Any) -> None:
 
 def _secret(_: object, attribute: Any, value: Any) -> None:
     if type(value) is not bytes or len(value) < MIN_SECRET_BYTES:  # never shown: it may be nearly right
-        raise ConfigError(attribute.name, f"must be `bytes`, at least {MIN_SECRET_BYTES} of them, or None")
+        raise ConfigError(attribute.name, f"must be `bytes` with a length of at least {MIN_SECRET_BYTES}, or None")
 
 
 def _positive_seconds(_: object, attribute: Any, value: object) -> None:
@@ -244,6 +244,6 @@ def new_order(factory: object, key: str = "eviction") -> Any:
     try:
         order = factory()
     except Exception as error:
-        raise ConfigError(key, f"made no order: {type(error).__name__}: {error}") from error
+        raise ConfigError(key, f"could not make an eviction order: {type(error).__name__}: {error}") from error
     check_has(key, order, "factory of eviction orders", ORDER, ConfigError)
     return order

@@ -24,7 +24,7 @@ class EvictionRule(enum.Enum):
     """An order that the program provides."""
 
 
-_RULES = {EvictionRule.LRU: "the last use", EvictionRule.LEARNED: "what was learned"}
+_RULES = {EvictionRule.LRU: "LRU", EvictionRule.LEARNED: "the learned order"}
 
 
 @attrs.frozen

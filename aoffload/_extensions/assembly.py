@@ -244,7 +244,7 @@ class AnyLedger(CacheBase):
         found = self.statistics()
         live = f"{found.num_requests:,} request{'' if found.num_requests == 1 else 's'}"
         if found.remote is not None and (moving := found.remote.num_loads + found.remote.num_stores):
-            live += f", {moving:,} cell{'' if moving == 1 else 's'} on the way"
+            live += f", {moving:,} cell{'' if moving == 1 else 's'} in transit"
         lower = [("host", found.host), ("disk", found.disk), ("custom", found.custom)]
         below = [tier.counted(name) for name, tier in lower if tier is not None and tier.num_blocks]
         more = [f"weights' epoch: {plain(found.weights_epoch)}"] if found.weights_epoch else []
@@ -263,7 +263,7 @@ class AnyLedger(CacheBase):
         order = self.cache.tiers[Tier.HOST].order
         if not isinstance(order, GuardedOrder):
             return ()
-        return (f"eviction: an order of the program's own, {plain(order.name)}",)
+        return (f"eviction: custom order {plain(order.name)}",)
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless every block has exactly one owner and every reference belongs to a lease."""

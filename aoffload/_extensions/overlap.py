@@ -111,7 +111,7 @@ class Overlap(LedgerExtension):
         for request in arrived:
             require(self._ledger.own(request), "step", RequestState.LOADING, RequestState.RUNNING)
             if request.state is not RequestState.RUNNING and not self._can_start(request):
-                raise WrongState(f"step: the load of {request} is not under way: wait until it is over")
+                raise WrongState(f"step: no step can overlap the load of {request} now: wait until the load is over")
         with self._ledger.hold(held + arrived):
             yield
 
@@ -207,7 +207,7 @@ class Overlap(LedgerExtension):
             return [table.ids for table in request.tables]
         # Without a step under way, the overlap may belong to an earlier load.
         if overlap is None or (overlap.state is not OverlapState.SPECULATIVE and not request.num_steps):
-            raise WrongState(f"block_ids: no step of {request} has begun: a load may end otherwise until one has")
+            raise WrongState(f"block_ids: no step of {request} overlaps its load yet, so the load may change them")
         return [
             ids + table.ids[table.width * overlap.stop :]
             for ids, table in zip(overlap.tables, request.tables, strict=True)

@@ -82,9 +82,7 @@ class Preemptions(LedgerExtension):
         `num_tokens`: the number of tokens that the request will allocate. `OutOfBlocks` if these tokens can never fit;
         nothing has changed then.
         """
-        require(
-            self._ledger.own(request), "resume", State.PREEMPTED, instead="only a request that was preempted is resumed"
-        )
+        require(self._ledger.own(request), "resume", State.PREEMPTED, instead="only a preempted request can be resumed")
         if num_tokens is not None:
             self._admission.check_could_fit(num_tokens)
         self._moves.request(request, State.MATCHED)
@@ -106,7 +104,7 @@ class Preemptions(LedgerExtension):
         if request.waiter is not None and request.state is not State.REQUEUED:
             raise waiting_error(request, "preempt")
         if request.num_steps:
-            raise WrongState(f"preempt: a step touches the blocks of {request}")
+            raise WrongState(f"preempt: a step uses the blocks of {request}")
 
     def _preempt(self, request: LedgerRequest) -> Preemption:
         """Store the published units in the host, pin the host copy, and release every device block. The caller has

@@ -158,7 +158,10 @@ class QuotaAccounts(LedgerExtension):
             if tier not in build.sizes:
                 for number, quota in enumerate(self._quotas.quotas):
                     if any(value is not None for name, value in attrs.asdict(quota).items() if name in _needs(key)):
-                        raise ConfigError("quotas", f"of account {self._accounts[number].name} need a {key}")
+                        raise ConfigError(
+                            "quotas",
+                            f"of account {self._accounts[number].name} limit the {key}, which is not configured",
+                        )
                 continue
             size = build.sizes[tier]
             for account, quota in zip(self._accounts, self._quotas.quotas, strict=True):
@@ -167,7 +170,9 @@ class QuotaAccounts(LedgerExtension):
                 account.shares[tier] = Share((floor or 0) // build.block_bytes, most)
             shares = self._shares[tier] = [account.shares[tier] for account in self._accounts]
             if (total := sum(share.floor for share in shares)) > size:
-                raise ConfigError("quotas", f"have floors of {total:,} blocks of the {key}, which has {size:,}")
+                raise ConfigError(
+                    "quotas", f"have floors of {total:,} blocks in total on the {key}, which has {size:,} blocks"
+                )
             make: Any = build.orders.pop(tier, None)
             build.set_order(tier, partial(AccountOrder, self.number_of, shares, make))
 

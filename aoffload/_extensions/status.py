@@ -116,7 +116,7 @@ class Declined:
     """Seconds to the first token without loading it."""
 
     def __str__(self) -> str:
-        computes = f"computes {self.num_tokens:,} tokens that the host has"
+        computes = f"computes {self.num_tokens:,} tokens of its host hit instead of loading them"
         return f"{computes}: first token in {_estimate(self.compute_s)}, with the load in {_estimate(self.load_s)}"
 
 
@@ -158,17 +158,17 @@ class RequestStatus:
         """The wait as text: its cause, the holders, and the reason why a part of the hit is computed."""
         found = self._what() if self.declined is None else f"{self._what()}; {self.declined}"
         if self.cancelled:
-            return f"its task to leave its block, cancelled ({plain(self.cancelled)}); {found}"
+            return f"its task to leave its `async with` block, cancelled ({plain(self.cancelled)}); {found}"
         return found
 
     def _what(self) -> str:
         if self.waits_for is WaitsFor.PROGRAM:
-            return "its program: the next call is not ours"
-        held = "; ".join(map(str, self.held_by)) or "nobody"
+            return "its program, which makes the next call"
+        held = "; ".join(map(str, self.held_by)) or "nothing"
         if self.waits_for is WaitsFor.FETCH:
-            return f"fetching {' and '.join(map(str, self.fetching)) or 'what another fetch brings'}: {held}"
+            return f"a fetch of {' and '.join(map(str, self.fetching)) or 'tokens that another fetch brings'}: {held}"
         if self.waits_for is WaitsFor.ANSWER:
-            return f"asking the remote store{_for(self.waited_s)}"
+            return f"an answer of the remote store{_for(self.waited_s)}"
         if self.waits_for is WaitsFor.BLOCKS:
             place = f"place {self.place} in the queue"
             return f"{blocks(self.num_missing)}{_for(self.waited_s)}, {place}; held by {held}"
@@ -203,7 +203,7 @@ def explained(about: str, requests: Iterable[RequestStatus], holders: Iterable[H
         rows.append((plain(one.request_id), one.state.value, seconds(one.age_s), f"{one.num_blocks:,}", one.what()))
     lines = [about, *_table(("request", "state", "for", "blocks", "waits for"), rows)]
     held = [f"  {holder}" for holder in holders]
-    lines += ["device blocks are held by", *(held or ["  nobody"])]
+    lines += ["device blocks are held by", *(held or ["  nothing"])]
     return "\n".join(lines)
 
 

@@ -169,7 +169,7 @@ class HostCache(AnyLedger):
         # Only the engine knows its free and cached blocks, and the requests that wait for them.
         device = found.device
         held = f"{device.num_blocks:,} ({device.num_quarantined:,} quarantined)"
-        return f"{self._num_rows - 1:,} device blocks, which the engine hands out: copies hold {held}; {live}"
+        return f"{self._num_rows - 1:,} device blocks, which the engine allocates: copies hold {held}; {live}"
 
     # -- matches --------------------------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class HostCache(AnyLedger):
         """A load of the whole hit. None if there is nothing to load, or if the load was planned before. `max_tokens`
         has to be None. To load less, call `decline`."""
         if max_tokens is not None:
-            raise InvalidArgument("max_tokens", "must be None: decline the rest")
+            raise InvalidArgument("max_tokens", "must be None: call `decline` for tokens that must not be loaded")
         return self.matches.loadable(self.own(request))
 
     def decline(self, request: HostCacheRequest, from_token: int) -> PrefixMatch:
@@ -307,7 +307,9 @@ class HostCache(AnyLedger):
             limit = min(limit, check_int("max_tokens", max_tokens, 0))
         if request.state is not PINNED:
             if into is not None:
-                raise WrongState(f"load: the blocks of {request} were named before: call it again without `into`")
+                raise WrongState(
+                    f"load: an earlier call has named the blocks of {request}: call it again without `into`"
+                )
             if request.load is not None:  # called again
                 request.load.wake = wake
             elif self.lost_to_reset(request):
@@ -406,7 +408,7 @@ class HostCache(AnyLedger):
                 # The engine may have no blocks before a window that begins inside its first unit.
                 before = component.before_window(stop) if first == needed else []
                 if not {at for at, block_id in enumerate(blocks) if not block_id}.issubset(before):
-                    raise InvalidArgument("into", "names the null block where something has to be loaded")
+                    raise InvalidArgument("into", "names the null block at a position whose KV must be loaded")
                 named = without_null(blocks)
             found.append((component, first, blocks))
             rows.append(named)

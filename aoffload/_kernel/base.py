@@ -131,14 +131,16 @@ class CacheBase:
 
         for tier in orders:
             if tier not in sizes:
-                raise ConfigError("extensions", f"set the eviction order of {tier.name}, which this ledger lacks")
+                raise ConfigError(
+                    "extensions", f"set the eviction order of {tier.name}, a tier that this ledger does not have"
+                )
         latest: dict[Tier, EvictionOrder] = {}
 
         def order_of(tier: Tier) -> EvictionOrder:
             key, factory = ("extensions", orders[tier]) if tier in orders else ("eviction", config.eviction)
             order: EvictionOrder = new_order(factory, key) if callable(factory) else LeastRecentlyUsed()
             if any(order is other for other in latest.values()):
-                raise ConfigError(key, "made the same order twice: make a new one at each call")
+                raise ConfigError(key, "returned the same order twice: return a new order from each call")
             latest[tier] = order
             is_own = type(order) is not LeastRecentlyUsed and tier not in build.trusted_orders
             return GuardedOrder(self.hooks, order) if is_own else order
@@ -204,7 +206,7 @@ class CacheBase:
         raise NotImplementedError
 
     def _foreign(self, request: object) -> InvalidArgument:
-        advice = "" if isinstance(request, LedgerRequest) else ", which is no LedgerRequest"
+        advice = "" if isinstance(request, LedgerRequest) else ", which is not a LedgerRequest"
         return InvalidArgument("request", f"was not admitted by this ledger: {shown(request)}{advice}")
 
     end_call: EndsCall
@@ -294,7 +296,7 @@ class CacheBase:
         if request_id is not None:
             name = check_text("request_id", request_id)
             if name in self.live_requests:
-                raise DuplicateRequest("request_id", f"a live request is called {name!r}")
+                raise DuplicateRequest("request_id", f"another live request has the id {name!r}")
             return name
         name = f"request-{self.num_admitted}"
         while name in self.live_requests:

@@ -147,9 +147,7 @@ class Commits:
         if type(checkpoints) is not tuple:  # first, because it may run code of the caller
             checkpoints = as_tuple("checkpoints", checkpoints, "int", CommitError)
         if request.computing is COMPUTES_LOST_BLOCKS:
-            problem = (
-                f"cannot count: {request} has given up its blocks since its last step: compute again in a new step"
-            )
+            problem = f"cannot be committed: {request} has given up its blocks since its last step: compute again"
             raise CommitError("num_computed_tokens", problem)
         if request.state is not RUNNING:
             require(request, "commit", ALLOCATED, RUNNING)
@@ -161,7 +159,7 @@ class Commits:
             ask(request, num_tokens)
         allocated = request.num_units * self.cache.layout.unit_tokens
         if num_tokens > allocated:
-            problem = f"is {num_tokens}, beyond the {allocated} tokens that were allocated: `extend` takes more"
+            problem = f"is {num_tokens}, beyond the {allocated} tokens that were allocated: call `extend` for more"
             raise CommitError("num_computed_tokens", problem)
         if not checkpoints:  # the common case
             return num_tokens, added, ()

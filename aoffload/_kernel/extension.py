@@ -255,7 +255,7 @@ def make_tier(build: Build, tier: Tier, order: EvictionOrder) -> TierBlocks:
     """The blocks of a tier that was added, with the eviction order `order`."""
     blocks = build.tiers[tier](order)
     if not isinstance(blocks, TierBlocks) or blocks.tier is not tier or blocks.pool.num_blocks != build.sizes[tier]:
-        problem = f"made no TierBlocks of {build.sizes[tier]} blocks for {tier.name}: {shown(blocks)}"
+        problem = f"must return TierBlocks of {build.sizes[tier]} blocks for {tier.name}: {shown(blocks)}"
         raise ConfigError("extensions", problem)
     return blocks
 
@@ -270,14 +270,14 @@ def check_extension(extension: object) -> LedgerExtension:
         if not name.startswith(_PREFIXES) or getattr(kind, name) is getattr(LedgerExtension, name, None):
             continue
         if name not in HOOKS:
-            raise InvalidArgument("extensions", f"{kind.__name__}.{name} is no hook of LedgerExtension")
+            raise InvalidArgument("extensions", f"{kind.__name__}.{name} is not a hook of LedgerExtension")
         hook, is_report = getattr(kind, name), name.startswith("on_") and name != "on_invalidated"
         if iscoroutinefunction(hook) or isasyncgenfunction(hook):
-            problem = f"{kind.__name__}.{name} is async: a hook is called, and not awaited"
+            problem = f"{kind.__name__}.{name} is async, but hooks are called without await"
             raise InvalidArgument("extensions", problem)
         if is_report and isgeneratorfunction(hook):
             problem = f"{kind.__name__}.{name} is a generator, so calling it would run nothing"
             raise InvalidArgument("extensions", problem)
     if extension.is_attached:
-        raise InvalidArgument("extensions", f"has a {kind.__name__} that another ledger has: make a new one")
+        raise InvalidArgument("extensions", f"has a {kind.__name__} that belongs to another ledger: make a new one")
     return extension

@@ -150,7 +150,7 @@ class GuardedHook:
         else:
             if not self._is_wrong(answer):
                 return answer
-            problem = f"must not answer {shown(answer)}"
+            problem = f"must not return {shown(answer)}"
         finally:
             hooks.calling = before
         if self._name in MAY_RAISE:
@@ -224,7 +224,7 @@ class GuardedOrder:
         if isinstance(found, Part) and found in self._parts:
             return found
         if self._order is not None and (found is not None or self._parts):
-            self._fail("oldest", f"must answer one of its {len(self._parts)} parts, and not {shown(found)}")
+            self._fail("oldest", f"must return one of its {len(self._parts)} parts, not {shown(found)}")
         return next(iter(self._parts), None)
 
     def are_adjacent(self, older: Part, newer: Part) -> bool:
@@ -239,7 +239,7 @@ class GuardedOrder:
             if part is None:
                 break
             if not isinstance(part, Part) or part not in self._parts or part in seen:
-                self._fail("__iter__", f"yields {shown(part)}, which is none of its parts, or one for the second time")
+                self._fail("__iter__", f"yields {shown(part)}, which is not one of its parts or was yielded before")
                 break
             seen[part] = None
             yield part

@@ -98,7 +98,7 @@ class Loads:
             request.waiter.wake = wake
             return ()
         if request.num_steps:
-            raise WrongState(f"load: a step touches the blocks of {request}, and a load gives some of them back")
+            raise WrongState(f"load: a step uses the blocks of {request}, but a load may release some of them")
         if request.last_step:  # a step whose results were not committed: it may still write to blocks of the load
             for table in request.tables:
                 self.cache.last_uses.gave_up(request, table.ids)

@@ -197,7 +197,9 @@ def check_completion(completion: Completion) -> None:
     check_text("completion.error", completion.error)
     duration_s = number_of(completion.duration_s)  # None for NaN, too
     if duration_s is None or duration_s < 0:
-        raise InvalidArgument("completion.duration_s", f"must be seconds, got {shown(completion.duration_s)}")
+        raise InvalidArgument(
+            "completion.duration_s", f"must be a number of seconds, got {shown(completion.duration_s)}"
+        )
 
 
 def agreeing(completion: Completion, num_blocks: int) -> Completion:

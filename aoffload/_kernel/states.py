@@ -164,7 +164,7 @@ class Stateful(Protocol):
 
 
 _COMES_FIRST: Mapping[State, str] = {
-    _R.MATCHED: "call `match_again` first, until the match is not pending any more",
+    _R.MATCHED: "call `match_again` first, until the match is no longer pending",
     _R.PINNED: "call `allocate` first, and await it",
     _R.ALLOCATED: "call `load` first, and await it",
     _R.LOADING: "wait first until its load is over",
@@ -187,7 +187,7 @@ def require(entity: Stateful, call: str, *states: State, instead: str = "") -> N
     if entity.state not in states:
         allowed = " or ".join(state.name for state in states)
         advice = instead or _instead(call, entity.state, states)
-        raise WrongState(f"{call}: {entity} is {entity.state.name}, and that takes {allowed}{advice and ': '}{advice}")
+        raise WrongState(f"{call}: {entity} is {entity.state.name}, but must be {allowed}{advice and ': '}{advice}")
 
 
 def _instead(call: str, state: State, states: tuple[State, ...]) -> str:
@@ -204,7 +204,7 @@ def _instead(call: str, state: State, states: tuple[State, ...]) -> str:
                 reached.add(new)
                 ways.append(new)
     has_blocks = state in (_R.ALLOCATED, _R.RUNNING)
-    return "it has its blocks, and `extend` takes more" if call == "allocate" and has_blocks else ""
+    return "it has its blocks: call `extend` for more" if call == "allocate" and has_blocks else ""
 
 
 is_compiled: bool = not __file__.endswith((".py", ".pyc"))

@@ -24,7 +24,9 @@ class Observers:
         for observer in observers:
             check_has("observers", observer, "Observer", "observe")
             if iscoroutinefunction(observer.observe):
-                raise InvalidArgument("observers", f"{shown(observer)} has an async observe: it is called, not awaited")
+                raise InvalidArgument(
+                    "observers", f"{shown(observer)} has an async `observe`, but observers are called without await"
+                )
         self.observers = observers
         self.num_failures = 0
         """Calls that raised."""

@@ -119,7 +119,7 @@ class LoadUnderWay:
             if is_late and record.state is LOADING:
                 self._max_tokens = 0  # if it is requeued now, its next plan loads nothing
                 for fences in self._jobs:
-                    fences.end("not there within load_timeout_s")
+                    fences.end("not loaded within load_timeout_s")
                 session.ledger.abandon_load(record)
         if record.state is STRANDED:  # it can never fit; `accept` raised that, perhaps in another task
             raise WrongState(f"load: {record} had to give up its blocks and can never fit: leave it")
@@ -143,7 +143,7 @@ class LoadUnderWay:
         is_one = type(index) is int and index >= 0
         if not is_one or (num_regions is not None and index >= num_regions):
             regions = "a region" if num_regions is None else f"one of {num_regions} regions"
-            raise InvalidArgument("index", f"must be the number of {regions}, got {shown(index)}")
+            raise InvalidArgument("index", f"must be the index of {regions}, got {shown(index)}")
         return LoadedRegion(tuple(fences[min(index, len(fences) - 1)] for fences in self._jobs))
 
 
@@ -196,10 +196,12 @@ class PendingLoad(LoadUnderWay):
     def _arriving(self, session: Session[Ledger]) -> LedgerRequest:
         """The record, for a step of `session`. `WrongState` if another load of the request is under way."""
         if self._request._session is not session:
-            raise InvalidArgument("requests", f"holds what is no request of this runtime: {shown(self._request)}")
+            raise InvalidArgument(
+                "requests", f"contains an object that is not a request of this runtime: {shown(self._request)}"
+            )
         record: LedgerRequest = self._request._live()
         if self._is_replaced(record):
-            raise WrongState(f"step: {self!r} is over, and another load is under way: use the pending load of that one")
+            raise WrongState(f"step: {self!r} is over, and its request has begun another load: use that pending load")
         if self._is_lost(record):
             raise WrongState(f"step: a reset has undone {self!r}: await `wait` first")
         return record

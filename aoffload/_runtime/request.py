@@ -418,7 +418,7 @@ class RequestBase(Generic[AnyFace, AnyRecord]):
         if record is None:
             return WrongState(f"request {self.request_id} was not entered: use `async with`")
         if record.reason == "runtime_closed":
-            return RuntimeClosed(f"the runtime was closed under {record}")
+            return RuntimeClosed(f"the runtime was closed before {record} was over")
         if self._scope is None and self._cancel_reason:
             self._aborted = RequestAborted(self.request_id, record.reason)
             return self._aborted

@@ -160,7 +160,7 @@ class Opening:
             if not is_over.acquire(blocking=False):
                 self.close(timeout_s)
             if isinstance(error, RuntimeError) and not has_begun.is_set():
-                raise TransferRefused(f"there is no thread to open the transport in: {error}") from error
+                raise TransferRefused(f"cannot start a thread to open the transport: {error}") from error
             raise
 
     def _hear_pinning(self, progress: PinProgress) -> None:
@@ -247,7 +247,7 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         program's own extensions of the ledger."""
         check_type("config", config, OffloadConfig)
         if (kv_caches is None) == (transport is None):
-            raise InvalidArgument("kv_caches", "give either kv_caches or a transport")
+            raise InvalidArgument("kv_caches", "give either kv_caches or a transport, and not both")
         if transport is not None:
             check_has("transport", transport, "Transport", TRANSPORTS)
         if env is not None:
@@ -261,7 +261,9 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         remote = self.transport.remote if isinstance(self.transport, HasRemote) else None
         for name, found, wanted in (("disk", disk, config.disk), ("remote", remote, config.remote)):
             if (None if found is None else found.tier) != wanted:
-                problem = "must be that of the transport: give it to LocalTransport, too; other transports have none"
+                problem = (
+                    "must be the same in the transport: give it to LocalTransport, too; other transports have none"
+                )
                 raise ConfigError(name, problem)
         own_tiers = [extension for extension in extensions if isinstance(extension, LowerTier)]
         for extension in own_tiers:
@@ -357,12 +359,14 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
         if not session.is_bound:
             raise RuntimeClosed("the runtime was not entered: use `async with`")
         if session.is_elsewhere:
-            raise WrongThread("leave the block of a runtime in the event loop's thread: it stays open")
+            raise WrongThread("the runtime stays open: leave its block in the event loop's thread")
         if self.env.running_loop() is not session.loop:
             if self._opening.is_open:
                 self._opening.close_abandoned()
             if error is None:
-                raise RuntimeClosed("the event loop of the runtime is another one: it was closed without a wait")
+                raise RuntimeClosed(
+                    "the runtime belongs to another event loop: it was closed without waiting for copies"
+                )
             return
         session.life = SessionLife.CLOSED
         session.close_requests()
@@ -412,7 +416,7 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
             deadline_s = options.pop("deadline_s", None)
             seconds = None if deadline_s is None else check_time("deadline_s", deadline_s)
             if seconds is not None and seconds < 0:  # no error: the rest of a time-out may be negative
-                over = "is over before the request begins; None is no deadline"
+                over = "has passed before the request begins; None means no deadline"
                 warnings.warn(f"deadline_s: {shown(deadline_s)} {over}", UserWarning, stacklevel=3)
             cache_salt, adapter_key = options.pop("cache_salt", None), options.pop("adapter_key", None)
             key_spans = options.pop("key_spans", ())

@@ -275,7 +275,7 @@ class Session(Generic[AnyFace]):
     def begin(self) -> None:
         """Bind to the event loop of this thread. `RuntimeClosed` the second time."""
         if self._process_id:
-            raise RuntimeClosed("a runtime is entered once: make another one")
+            raise RuntimeClosed("a runtime can be entered only once: make another one")
         self.loop = self.env.running_loop()
         self._thread_id, self._process_id = get_ident(), os.getpid()
         self.running_task, self.now = self.env.running_task(), self.env.loop_clock()

@@ -90,7 +90,7 @@ class StepScope:
 
     def __enter__(self) -> None:
         if self._was_entered:
-            raise WrongState("step: this one was entered before: make another one")
+            raise WrongState("step: this step was entered before: make another one")
         self._was_entered = True
         self._step = _begin(self._session, self._requests)
 
@@ -117,7 +117,9 @@ async def run_step(
     """Run `function` in a worker thread; the step belongs to the thread. See `OffloadRuntime.run_step`."""
     check_callable("function", function)
     if iscoroutinefunction(function):
-        raise InvalidArgument("function", f"must compute in a thread, {shown(function)} is async")
+        raise InvalidArgument(
+            "function", f"must be a plain function, because it runs in a thread, but {shown(function)} is async"
+        )
     held = ThreadStep(session, _begin(session, requests))
 
     def compute() -> Result:
@@ -151,7 +153,7 @@ class ThreadStep:
 
     def begin(self) -> None:
         if not self._begun.acquire(blocking=False):
-            raise WrongState("the task of this step has left it before its function could run")
+            raise WrongState("the task of this step has left the step before its function could run")
 
     def computed(self) -> bool:
         """Called when the thread has finished. Returns whether the task has left: then the event loop has to end the
@@ -203,5 +205,5 @@ def _is_gone(request: Request) -> bool:
 
 def _own(session: Session[Ledger], name: str, request: object) -> Request:
     if not isinstance(request, Request) or request._session is not session:
-        raise InvalidArgument(name, f"holds what is no request of this runtime: {shown(request)}")
+        raise InvalidArgument(name, f"contains an object that is not a request of this runtime: {shown(request)}")
     return request

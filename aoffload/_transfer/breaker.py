@@ -96,9 +96,9 @@ def in_lines(name: str, alone: Sequence[LeftAlone]) -> Iterator[str]:
     of_use = {use: [one for one in alone if one.use is use] for use in Use}
     for use, found in of_use.items():
         if len(alone) > MAX_LINES and len(found) > NUM_WORST:
-            yield f"{name} is left alone, no {_USES[use.value]} at {len(found):,} nodes for now; {_worst(found)}"
+            yield f"{name} is suspended, no {_USES[use.value]} at {len(found):,} nodes for now; {_worst(found)}"
         else:
-            yield from (f"{name} is left alone, {one}" for one in found)
+            yield from (f"{name} is suspended, {one}" for one in found)
 
 
 def _worst(alone: Sequence[LeftAlone]) -> str:
@@ -114,7 +114,7 @@ def in_words(move: StorageMove) -> str:
         where = at_node(move.node, "")
         return f"{what}{where} succeed again, after {move.move.after_s:.1f} s; {move.move.num_refused:,} were refused"
     times, for_s, error = move.move.num_failures, move.move.for_s, move.move.error
-    failed = f"have failed {times:,} times in a row, and are left alone for {for_s:g} s: {error}"
+    failed = f"have failed {times:,} times in a row, and are suspended for {for_s:g} s: {error}"
     return f"{what}{at_node(move.node, error)} {failed}"
 
 

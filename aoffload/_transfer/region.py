@@ -30,9 +30,9 @@ def _plain(tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise RegionError("tensor", f"must be a torch tensor, got {type(tensor).__name__}")
     if tensor.is_nested:
-        raise RegionError("tensor", "is a nested tensor, which no block id addresses")
+        raise RegionError("tensor", "is a nested tensor, whose blocks have no fixed addresses")
     if tensor.layout != torch.strided:
-        raise RegionError("tensor", f"has the layout {tensor.layout}, which no block id addresses")
+        raise RegionError("tensor", f"has the layout {tensor.layout}, whose blocks have no fixed addresses")
     if tensor.device.type not in _DEVICE_TYPES:
         raise RegionError("tensor", f"is on {tensor.device}, but only {' and '.join(_DEVICE_TYPES)} are supported")
     if tensor.numel() and tensor.untyped_storage().nbytes() <= tensor.storage_offset() * tensor.element_size():
@@ -239,7 +239,7 @@ def _parts_of(spec: RegionSpec, member: object) -> dict[str, KVRegion]:
     for place, region in regions.items():
         dtype = str(region.tensor.dtype).removeprefix("torch.")
         if dtype != spec.dtype and not (dtype == "uint8" and region.tensor.element_size() == spec.item_bytes):
-            raise RegionError(place, f"is of {dtype}; the model stores {spec.dtype} there")
+            raise RegionError(place, f"has dtype {dtype}, but the model stores {spec.dtype} there")
         _check_axes(place, region, spec.shape[len(spec.shape) - len(_axes(region)) :])
     return regions
 
@@ -272,7 +272,7 @@ def _warn_of_two(name: str, tensor: torch.Tensor) -> None:
     """Warn if the tensor may have keys and values on its first axis, as some attention kernels do: it would be taken
     for a pool of two blocks."""
     if tensor.dim() > 2 and tensor.shape[0] == 2 < tensor.shape[1]:
-        problem = f"{name}: the first axis of {list(tensor.shape)} is taken for 2 blocks, one of them the null block"
+        problem = f"{name}: the first axis of {list(tensor.shape)} is read as 2 blocks, one of them the null block"
         advice = "if axis 1 counts blocks, give KVRegion.all_of(tensor, block_axis=1)"
         warnings.warn(f"{problem}; {advice}", UserWarning, stacklevel=2)
 
@@ -291,10 +291,10 @@ def _check_alike(regions: Mapping[str, KVRegion]) -> None:
     (first_name, first), *others = regions.items()
     for name, region in others:
         if region.num_blocks != first.num_blocks:
-            problem = f"has {region.num_blocks} blocks, {first_name} has {first.num_blocks}"
+            problem = f"has {region.num_blocks} blocks, but {first_name} has {first.num_blocks}"
             raise RegionError(name, f"{problem}: they must be equal")
         if region.device != first.device:
-            raise RegionError(name, f"is on {region.device}, {first_name} is on {first.device}")
+            raise RegionError(name, f"is on {region.device}, but {first_name} is on {first.device}")
 
 
 def _check_disjoint(regions: Mapping[str, KVRegion]) -> None:

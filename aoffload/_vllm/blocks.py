@@ -98,7 +98,7 @@ def placements_of(tensors: Sequence[Any], num_blocks: int) -> tuple[Placement, .
     """The parts of a block over all `tensors`, each part once. Groups share memory, because a block belongs to one
     group at a time. `RegionError` if the memory belongs to another process."""
     if any(tensor.host_resident for tensor in tensors):
-        raise RegionError("kv_cache_tensors", "lie in host memory, in part: there is nothing to offload")
+        raise RegionError("kv_cache_tensors", "are partly in host memory already, which aoffload does not support")
     return tuple(dict.fromkeys(place for tensor in tensors for place in _placements(tensor, num_blocks)))
 
 
@@ -132,14 +132,14 @@ def regions_at(placements: Sequence[Placement], kv_caches: Mapping[str, Any], nu
     allocation."""
     memories = {cache.untyped_storage().data_ptr(): cache for _, cache in tensors_of(kv_caches)}
     if len(memories) != 1:
-        raise RegionError("kv_caches", f"are {len(memories)} allocations, and have to be one")
+        raise RegionError("kv_caches", f"are in {len(memories)} allocations, but must be in one")
     (cache,) = memories.values()
     raw = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
     found = []
     for place in placements:
         stop = place.offset + num_blocks * place.block_bytes
         if len(raw) < stop:
-            raise RegionError("kv_caches", f"have {len(raw)} bytes of memory, and need {stop}")
+            raise RegionError("kv_caches", f"have {len(raw)} bytes of memory, but need {stop}")
         blocks = raw[place.offset : stop].view(num_blocks, place.block_bytes)
         found.append(KVRegion(blocks, place.block_bytes, place.block_bytes))
     return found

@@ -317,7 +317,7 @@ def _adapters(vllm_config: VllmConfig, rank: int) -> LoadedAdapters | None:
 
     if watch(WorkerLoRAManager):
         return LoadedAdapters(rank, vllm_config.lora_config)
-    _log.warning("aoffload: vLLM %s hides its LoRA adapters: their requests are not cached", _VLLM)
+    _log.warning("aoffload: vLLM %s hides its LoRA adapters, so requests with adapters are not cached", _VLLM)
     return None
 
 

@@ -63,7 +63,7 @@ class Counts:
                 self.counted[f"hints|{event.verb.value}|{event.outcome.value}|{event.reason.value}"] += 1
             case TransportStalled():
                 self.counted[f"overdue_jobs|{_link(event.source, event.destination)}"] += event.num_jobs
-                late = "aoffload: %d copies take too long; until they end, there are no others of their kind"
+                late = "aoffload: %d copies exceed transfer_timeout_s; no more copies of this kind start until they end"
                 _log.warning(late, event.num_jobs)
             case TransportRecovered():
                 _log.warning("aoffload: the copies that took too long are over")
@@ -71,7 +71,7 @@ class Counts:
                 paused = "aoffload: nothing is loaded while %d blocks of vLLM are in quarantine"
                 _log.warning(paused, event.num_quarantined)
             case LoadsResumed():
-                _log.warning("aoffload: there are loads again")
+                _log.warning("aoffload: loads have resumed")
             case WorkerFailed():
                 self.failure = event.error
 

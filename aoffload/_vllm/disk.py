@@ -87,7 +87,7 @@ class DiskSide:
             elif isinstance(report, ResetOver):
                 self._num_resets_over = max(self._num_resets_over, report.num_resets)
                 if report.problem:
-                    self._turn_off(f"a restart may find what was there before a reset: {report.problem}")
+                    self._turn_off(f"a restart may find blocks from before a reset: {report.problem}")
             elif isinstance(report, DiskTrouble):
                 if report.is_off:
                     self._turn_off(report.reason)
@@ -119,7 +119,7 @@ class DiskSide:
         if self._reading is None:
             return
         if self._reading:
-            self._turn_off(f"what an earlier process has left was not read: {self._reading}")
+            self._turn_off(f"the blocks of an earlier process were not read: {self._reading}")
         else:
             self.state = DiskState.READY
             _log.info("aoffload: the disk holds %d blocks", self.ledger.cache.tiers[Tier.DISK].num_cached)
@@ -127,7 +127,7 @@ class DiskSide:
     def _turn_off(self, reason: str) -> None:
         self.state = DiskState.OFF
         self.counts.turned_off("disk")
-        _log.error("aoffload: the disk is not used any more: %s", reason)
+        _log.error("aoffload: the disk is no longer used: %s", reason)
 
     def reset(self) -> None:
         """The ledger has forgotten everything, so no restart may find it. The next step tells the worker."""

@@ -13,7 +13,7 @@ from aoffload import ChunkedLocal, FullAttention, KVCacheGroup, RecurrentState, 
 from ..errors import ConfigError
 from .states import Checkpoints
 
-NO_DRAFTS_WITH_STATES = "does not go with recurrent layers: their states would be those of drafts that may be rejected"
+NO_DRAFTS_WITH_STATES = "is not supported with recurrent layers: their states could include rejected draft tokens"
 
 
 @attrs.frozen
@@ -32,7 +32,7 @@ class CachedGroups:
         """`num_context_ranks`: the ranks that share the tokens of a block. `ConfigError` for other kinds of caches."""
         ids = tuple(kv_cache_config.prefix_cacheable_group_ids)
         if not ids:
-            raise ConfigError("kv_connector", "this model has no KV cache whose blocks could be found again")
+            raise ConfigError("kv_connector", "this model has no KV cache that supports prefix caching")
         found = [
             _group(number, kv_cache_config.kv_cache_groups[number].kv_cache_spec, num_context_ranks) for number in ids
         ]
@@ -105,7 +105,9 @@ def _group(number: int, spec: Any, num_context_ranks: int) -> KVCacheGroup:
         _check_states(layer)
         attention = RecurrentState()
     else:
-        raise ConfigError("kv_connector", f"KV cache group {number} has the kind {kind}, which aoffload does not know")
+        raise ConfigError(
+            "kv_connector", f"KV cache group {number} has the kind {kind}, which aoffload does not support"
+        )
     block_size = spec.block_size * (num_context_ranks if spec.dcp_sharded else 1)
     return KVCacheGroup(f"group-{number}", attention, block_size)
 

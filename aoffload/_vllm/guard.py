@@ -165,7 +165,7 @@ class Guard:
         self.off_reason = repr(error)
         self.half.turn_off(self.off_reason)
         self.half.counts.turned_off("all")
-        _log.error("aoffload is off: nothing is loaded or stored any more", exc_info=error)
+        _log.error("aoffload is off: it no longer loads or stores anything", exc_info=error)
 
 
 # -- sleep -----------------------------------------------------------------------------------------------------------

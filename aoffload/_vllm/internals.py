@@ -164,7 +164,9 @@ def version() -> str:
 def untried() -> str:
     """A warning about the installed version if the connector was not run with that version; else empty."""
     installed = version().partition("+")[0]
-    return "" if installed in RUN_WITH else f"vLLM {installed} was not tried; {' and '.join(RUN_WITH)} were"
+    return (
+        "" if installed in RUN_WITH else f"vLLM {installed} is not tested with aoffload; {' and '.join(RUN_WITH)} are"
+    )
 
 
 def _found(module: str, name: str) -> Any:

@@ -118,12 +118,12 @@ def _check_engine(vllm_config: Any) -> None:
         problem = "must be 1: stages hold different layers, which is not supported"
         raise ConfigError("pipeline_parallel_size", f"{problem}. Use --tensor-parallel-size instead")
     if parallel.data_parallel_size > 1 and extra.get("disk"):
-        problem = "takes one engine: with data_parallel_size, all would write to one directory"
+        problem = "supports one engine: with data_parallel_size, all engines would write to one directory"
         raise ConfigError("disk", f"{problem}. Start each engine by itself, with a `path` of its own, or use `remote`")
     if vllm_config.model_config.is_hybrid:
         _check_recurrent(vllm_config)
     if vllm_config.model_config.enable_sleep_mode and not tells_of_sleep():
-        problem = f"does not go with vLLM {vllm_version()}, which unmaps KV tensors while connectors copy from them"
+        problem = f"does not work with vLLM {vllm_version()}, which unmaps KV tensors while connectors copy from them"
         raise ConfigError("enable_sleep_mode", f"{problem}. Use vLLM 0.33, or start without --enable-sleep-mode")
 
 
@@ -133,7 +133,7 @@ def _check_recurrent(vllm_config: Any) -> None:
     if vllm_config.speculative_config is not None:
         raise ConfigError("speculative_config", f"{NO_DRAFTS_WITH_STATES}. Start without --speculative-config")
     if (vllm_config.kv_transfer_config.kv_connector_extra_config or {}).get("remote"):
-        raise ConfigError("remote", "keeps full attention only, and this model has recurrent layers. Use a `disk`")
+        raise ConfigError("remote", "supports full attention only, but this model has recurrent layers. Use `disk`")
 
 
 def _check_memory(extra: Mapping[str, Any]) -> None:
@@ -143,8 +143,8 @@ def _check_memory(extra: Mapping[str, Any]) -> None:
     most_here = most if limit is None else min(most, limit.limit_bytes)
     for key in BYTES:
         if extra.get(key) is not None and (num_bytes := parse_bytes(key, extra[key])) >= most_here:
-            problem = f"is {num_bytes:,} bytes of host memory, and this machine or container has {most_here:,}"
-            raise ConfigError(key, f"{problem}. Give less, and use a `disk` for the rest")
+            problem = f"is {num_bytes:,} bytes of host memory, but this machine or container has {most_here:,}"
+            raise ConfigError(key, f"{problem}. Set a smaller size, and use `disk` for the rest")
 
 
 def _check_disk(tier: DiskTier) -> None:

@@ -106,7 +106,7 @@ class RemoteSide:
         if self.is_on:
             self.is_on = False
             self.counts.turned_off("remote")
-            _log.warning("aoffload: the cache was reset, and the remote store is not used any more")
+            _log.warning("aoffload: the cache was reset, so the remote store is no longer used")
 
     # -- storing --------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ def offload_config(
     for key in extra:
         if key not in KEYS:
             meant = "".join(f". Did you mean {close}?" for close in get_close_matches(str(key), KEYS, 1)) or "."
-            raise ConfigError(key, f"is no key of kv_connector_extra_config{meant} The keys are {', '.join(KEYS)}")
+            raise ConfigError(key, f"is not a key of kv_connector_extra_config{meant} The keys are {', '.join(KEYS)}")
     sizes = [key for key in _SIZES if extra.get(key) is not None]
     if len(sizes) != 1:
         given = " and ".join(sizes) if sizes else "none"
@@ -66,7 +66,7 @@ def offload_config(
     for key, from_table in _LOWER.items():
         if extra.get(key) is not None:
             if num_ranks > 1:
-                raise ConfigError(key, f"takes one rank, and there are {num_ranks}: each has a part of a block")
+                raise ConfigError(key, f"supports one rank, but there are {num_ranks}, and each has a part of a block")
             options[key] = from_table(extra[key], "kv_connector_extra_config")
     if extra.get(QUOTAS) is not None:
         quotas = quotas_from_table(extra[QUOTAS], "kv_connector_extra_config")
@@ -105,12 +105,10 @@ def given_namespace(extra: Mapping[str, Any], models: Iterable[str]) -> str:
     empty, the files of local models identify them."""
     given = extra.get(NAMESPACE, "")
     if not isinstance(given, str):
-        raise ConfigError(NAMESPACE, f"must be text, got {shown(given)}")
+        raise ConfigError(NAMESPACE, f"must be a string, got {shown(given)}")
     kept = [key for key in _LOWER if extra.get(key) is not None]
     unknown = [model for model in models if not Path(model).is_dir()]
     if kept and not given and unknown:
-        problem = (
-            f"is needed with {' and '.join(kept)}: text that names the weights and their revision, since the model"
-        )
-        raise ConfigError(NAMESPACE, f"{problem}, {shown(unknown[0])}, is no local directory whose files could be read")
+        problem = f"is needed with {' and '.join(kept)} to name the weights and their revision, because the model"
+        raise ConfigError(NAMESPACE, f"{problem}, {shown(unknown[0])}, is not a local directory")
     return given

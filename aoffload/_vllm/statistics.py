@@ -17,28 +17,30 @@ class Family:
 
 
 FAMILIES = {
-    "jobs": Family(("direction", "tier", "outcome"), "Copies that are over: loads from that tier, stores to it."),
+    "jobs": Family(("direction", "tier", "outcome"), "Copies that have ended: loads from this tier and stores to it."),
     "copied_blocks": Family(("direction", "tier"), "Blocks that arrived on every rank."),
     "copied_bytes": Family(("direction", "tier"), "Bytes that copies moved, on all ranks together."),
     "copy_seconds": Family(("direction", "tier"), "Time that copies took, on the slowest rank."),
     "overdue_jobs": Family(("direction", "tier"), "Copies that took longer than transfer_timeout_s."),
     "skipped_store_blocks": Family(("reason",), "Blocks that were not stored."),
-    "lost_tokens": Family((), "Tokens that a load has not brought: they are computed."),
-    "declined_loads": Family((), "Hits that were not loaded, since computing costs less."),
+    "lost_tokens": Family((), "Tokens that a load failed to bring, so they are computed."),
+    "declined_loads": Family((), "Hits that were not loaded because computing costs less."),
     "fetches": Family((), "Fetches that requests have waited for."),
-    "late_fetches": Family((), "Fetches that took longer than they may: computing was sooner."),
-    "declined_fetches": Family((), "Fetches that were not begun, since computing is sooner."),
-    "restored_blocks": Family((), "Blocks on the disk that were taken up from an earlier process."),
-    "hints": Family(("verb", "outcome", "reason"), "Hints of requests, by their answer."),
-    "turned_off": Family(("what",), "What turned the cache off, or a tier below host memory alone."),
-    "blocks": Family(("tier", "state"), "Blocks of each tier by state; device blocks that copies hold.", is_gauge=True),
-    "disk_budget_bytes": Family((), "Bytes that may still be written to the disk today.", is_gauge=True),
-    "disk_off": Family((), "1 since the disk is not used any more.", is_gauge=True),
-    "remote_off": Family((), "1 since the remote store is not used any more.", is_gauge=True),
-    "left_alone": Family(
-        ("tier", "use"), "1 while it has failed and nothing has succeeded since (remote: every node).", is_gauge=True
+    "late_fetches": Family((), "Fetches cancelled at their deadline, because computing is faster."),
+    "declined_fetches": Family((), "Fetches not begun because computing is faster."),
+    "restored_blocks": Family((), "Blocks of an earlier process that were restored from the disk."),
+    "hints": Family(("verb", "outcome", "reason"), "Hints of requests by outcome."),
+    "turned_off": Family(("what",), "Times that the cache, or a tier below host memory, was turned off."),
+    "blocks": Family(
+        ("tier", "state"), "Blocks of each tier by state; on the device, blocks that copies hold.", is_gauge=True
     ),
-    "off": Family((), "1 since nothing is loaded or stored any more.", is_gauge=True),
+    "disk_budget_bytes": Family((), "Bytes that may still be written to the disk today.", is_gauge=True),
+    "disk_off": Family((), "1 if the disk is no longer used.", is_gauge=True),
+    "remote_off": Family((), "1 if the remote store is no longer used.", is_gauge=True),
+    "left_alone": Family(
+        ("tier", "use"), "1 while the tier is suspended after failures (remote: every node).", is_gauge=True
+    ),
+    "off": Family((), "1 if the cache is off for good: it loads and stores nothing.", is_gauge=True),
 }
 """`vllm:aoffload_NAME`, counters with `_total` at the end."""
 

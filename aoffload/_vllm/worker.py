@@ -203,7 +203,9 @@ def disk_of(transport: Transport, config: OffloadConfig) -> TransportDisk | None
     `config`."""
     found = transport.disk if isinstance(transport, HasDisk) else None
     if (None if found is None else found.tier) != config.disk:
-        raise ConfigError("disk", "must be that of the transport: a `make_transport` of your own has to give it one")
+        raise ConfigError(
+            "disk", "must be the same in the transport: your `make_transport` must give it to the transport"
+        )
     return found
 
 
@@ -277,7 +279,9 @@ def remote_of(transport: Transport, config: OffloadConfig) -> TransportRemote | 
     """The remote tier of `transport`. `ConfigError` if it is not the remote tier of `config`."""
     found = transport.remote if isinstance(transport, HasRemote) else None
     if (None if found is None else found.tier) != config.remote:
-        raise ConfigError("remote", "must be that of the transport: a `make_transport` of your own has to give it one")
+        raise ConfigError(
+            "remote", "must be the same in the transport: your `make_transport` must give it to the transport"
+        )
     return found
 
 
@@ -341,7 +345,7 @@ class WorkerSide:
         if self._remote is not None:
             self._remote.connect()
         _log.info(
-            "aoffload: rank %d has %d host blocks of %d bytes behind %d device blocks in %d regions",
+            "aoffload: rank %d has %d host blocks of %d bytes for %d device blocks in %d regions",
             self._rank, num_host_blocks, transport.block_bytes, self._num_blocks, len(regions),
         )  # fmt: skip
 
@@ -376,10 +380,10 @@ class WorkerSide:
 
     def _check_weights(self, plan: TransferPlan, use: AdapterUse) -> None:
         if not self._has_weights(use):
-            raise TransferRefused(f"LoRA adapter {use.adapter} has other weights now")
+            raise TransferRefused(f"LoRA adapter {use.adapter} has changed its weights")
         is_load, adapters = plan.destination is Tier.DEVICE, self.adapters
         if is_load and self._num_groups > 1 and adapters is not None and not adapters.is_loaded(use.adapter):
-            raise TransferRefused(f"LoRA adapter {use.adapter} would be read again, maybe with other weights")
+            raise TransferRefused(f"LoRA adapter {use.adapter} would be loaded again, perhaps with other weights")
 
     def _has_weights(self, use: AdapterUse) -> bool:
         return self.adapters is not None and self.adapters.is_current(use)
@@ -391,7 +395,7 @@ class WorkerSide:
 
     def _open_transport(self) -> Transport:
         if self._transport is None:
-            raise TransferRefused(self._gone or "there are no KV tensors now")
+            raise TransferRefused(self._gone or "vLLM has no KV tensors at present")
         return self._transport
 
     def sleep(self) -> None:
@@ -412,7 +416,7 @@ class WorkerSide:
             self._asleep = transport
             return
         transport.close(0.0)
-        self._gone = f"rank {self._rank} had a copy that did not end when the memory of the KV tensors went"
+        self._gone = f"rank {self._rank} had a copy that did not end before the KV tensors were released"
         self.copies.doubt(self._gone)
         _log.error("aoffload: %s", self._gone)
 
@@ -432,7 +436,7 @@ class WorkerSide:
     def close(self) -> None:
         transport, self._transport, self._asleep = self._transport or self._asleep, None, None
         if transport is not None and not transport.close(self._config.close_timeout_s):
-            _log.warning("aoffload: rank %d leaves copies behind that do not end", self._rank)
+            _log.warning("aoffload: rank %d has closed, but some of its copies have not ended", self._rank)
 
 
 def lost_requests(reports: Iterable[LoadReport]) -> set[str]:

@@ -105,7 +105,7 @@ def digest_of(model: Any) -> str:
         for part in _parts(fields, 0):
             hasher.update(part)
     except _UNREADABLE:
-        _log.warning("aoffload: the KV of an adapter is kept until vLLM reads it again: its weights cannot be compared")
+        _log.warning("aoffload: cannot compare the weights of an adapter: its KV is kept until vLLM loads it again")
         return f"unreadable {uuid.uuid4().hex}"
     return hasher.hexdigest()
 

@@ -46,7 +46,7 @@ class ModelWeights:
         """Called when vLLM's worker registers its KV tensors. By then, the worker has loaded the weights."""
         worker = calling_worker()
         if worker is None:
-            _log.warning("aoffload: cannot see the weights of the model: sleep empties the cache")
+            _log.warning("aoffload: cannot see the weights of the model, so sleep empties the cache")
             return
         self._worker, self._stored = weakref.ref(worker), digest_of_models(worker)
 
@@ -81,7 +81,7 @@ def digest_of_models(worker: Any) -> str:
         named = [(name, each) for model in models_of(worker) for name, each in _tensors(model)]
         sums = [torch.stack(list(_sums(each, factors))).cpu() if each.numel() else torch.empty(0) for _, each in named]
     except _UNREADABLE as error:
-        _log.warning("aoffload: cannot read the weights of the model: sleep empties the cache (%s)", error)
+        _log.warning("aoffload: cannot read the weights of the model, so sleep empties the cache (%s)", error)
         return ""
     hasher = hashlib.sha256()
     for (name, each), found in zip(named, sums, strict=True):

@@ -90,7 +90,7 @@ def _open(files: ExitStack, options: DemoOptions) -> LogFile | None:
         with needed("trio", "--backend trio"):
             importlib.import_module("trio")
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise InvalidArgument("device", "torch sees no CUDA device here")
+        raise InvalidArgument("device", "torch does not find a CUDA device")
     if options.disk is not None:
         with needed("disk", "--disk"):
             importlib.import_module("xxhash")

@@ -54,7 +54,7 @@ class LogFile:
             return
         self._is_torn = num_written < len(data)
         if self._is_torn:
-            self._tell("no room for a whole event")
+            self._tell("the event did not fit completely")
 
     def flush(self) -> None:
         """Does nothing, because nothing is buffered."""

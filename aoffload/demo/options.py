@@ -124,7 +124,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> DemoOptions:
     check_goes_with(parser, found, {"remote_secret": "remote"})
     options = DemoOptions(**vars(found))
     if options.host_gbs is not None and options.corrupt is not None:
-        parser.error("argument --host-gbs: not with --corrupt, which has a copy backend of its own")
+        parser.error("argument --host-gbs: cannot be combined with --corrupt, which uses its own copy backend")
     return options
 
 
@@ -132,4 +132,4 @@ def _corrupt(text: str) -> Corrupt:
     try:
         return Corrupt(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be both, checksum or logits, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"must be 'both', 'checksum' or 'logits', got {text!r}") from None

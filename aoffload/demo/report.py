@@ -168,9 +168,9 @@ def _transfers(outcome: DemoOutcome) -> Iterator[str]:
         f"verified {counts.get('blocks_verified', 0):,}, corrupt {counts.get('blocks_corrupt', 0):,}"
     )
     if run.kind.load != "always":
-        yield f"  computed a host hit, or a part of it, instead of loading it: {run.num_declined:,} times"
+        yield f"  host hits computed, completely or in part, instead of loaded: {run.num_declined:,}"
     if run.num_fetches_declined:
-        yield f"  computed what is below host memory instead of fetching it: {run.num_fetches_declined:,} times"
+        yield f"  hits below host memory computed instead of fetched: {run.num_fetches_declined:,}"
     if run.kind.eviction == "learned" and run.is_over:
         yield f"  {_evicted(run)}"
     if run.bytes_of("peak_null_blocks"):
@@ -185,17 +185,15 @@ def _evicted(run: RunOutcome) -> str:
     """The eviction order at the end, or that hardly anything was evicted."""
     free, size = run.num_host_free, run.kind.num_host_blocks
     if free:
-        return f"learned eviction had little to do, {free:,} of {size:,} host blocks are free: try fewer --host-blocks"
+        return f"learned eviction had little effect, {free:,} of {size:,} host blocks are free: try fewer --host-blocks"
     tiers = (Tier.HOST,) if run.kind.disk is None else (Tier.HOST, Tier.DISK)
-    rules = (
-        f"{tier.name.lower()} by {'what was learned' if tier in run.learned else 'the last use'}" for tier in tiers
-    )
-    return f"evicted at the end: {', '.join(rules)}"
+    rules = (f"{tier.name.lower()} by {'the learned order' if tier in run.learned else 'LRU'}" for tier in tiers)
+    return f"eviction at the end: {', '.join(rules)}"
 
 
 def _verdict(outcome: DemoOutcome) -> Iterator[str]:
     if outcome.was_interrupted:
-        yield "interrupted; this is what was done so far"
+        yield "interrupted: these are the results so far"
     for run in outcome.runs[1:]:
         yield f"outputs {run.kind.name}: {_compared(outcome, run)}"
     if outcome.tampering is not None:
@@ -211,7 +209,7 @@ def _verdict(outcome: DemoOutcome) -> Iterator[str]:
 def _compared(outcome: DemoOutcome, run: RunOutcome) -> str:
     differences = outcome.differences(run)
     corrupt = run.transfers.get("blocks_corrupt", 0)
-    note = f"; {corrupt} corrupt blocks were caught" if corrupt else ""
+    note = f"; checksums caught {corrupt} corrupt blocks" if corrupt else ""
     if not run.generations:
         return "nothing to compare yet"
     if not differences:
@@ -236,13 +234,13 @@ def _below_host(outcome: DemoOutcome) -> Iterator[str]:
 def _of_disk(run: RunOutcome) -> Iterator[str]:
     loaded, stored = run.disk_transfers["blocks_loaded"], run.disk_transfers["blocks_stored"]
     if run.num_restored:
-        yield f"disk: {run.num_restored:,} blocks of earlier runs were found there; {_came(run, loaded)}"
+        yield f"disk: found {run.num_restored:,} blocks of earlier runs; {_came(run, loaded)}"
     else:
         yield f"disk: empty at the start, as in a first run; {_came(run, loaded)}"
     if failures := run.disk_transfers.get("num_failures", 0):
-        yield f"  it failed {failures:,} times: requests computed instead"
+        yield f"  the disk failed {failures:,} times: requests computed their tokens instead"
     if stored:
-        yield f"  {stored:,} blocks were written to it, closing has written the rest: run this command once more"
+        yield f"  the run wrote {stored:,} blocks to it, and closing wrote the rest: run this command again to use them"
 
 
 def _of_remote(run: RunOutcome) -> Iterator[str]:
@@ -250,33 +248,33 @@ def _of_remote(run: RunOutcome) -> Iterator[str]:
     failures = run.remote_transfers.get("num_failures", 0)
     yield f"remote store: {_came(run, loaded)}" + ("" if loaded or failures else ", as in a first run")
     if failures:
-        yield f"  {failures:,} of its calls failed: requests computed instead. Does it run at that address?"
+        yield f"  {failures:,} of its calls failed: requests computed their tokens instead. Does the store run there?"
     if stored:
-        yield f"  {stored:,} blocks were written to it: run this command once more, here or on another machine"
+        yield f"  the run wrote {stored:,} blocks to it: run this command again, here or elsewhere, to use them"
 
 
 def _came(run: RunOutcome, num_blocks: int) -> str:
     if not num_blocks:
-        return "nothing came from it"
+        return "no blocks were loaded from it"
     moved = _mebibytes(num_blocks * run.block_bytes)
     share = num_blocks * ENGINE.block_size / max(1, run.sum_of("num_prompt_tokens"))
-    return f"{num_blocks:,} blocks ({moved}) came from it and were not computed, for {share:.0%} of all prompt tokens"
+    return f"loaded {num_blocks:,} blocks ({moved}) from it instead of computing them, {share:.0%} of all prompt tokens"
 
 
 def _tampering(outcome: DemoOutcome) -> Iterator[str]:
     tampering, run = outcome.tampering, outcome.with_offload
     assert tampering is not None
-    yield "two loaded blocks were exchanged on purpose:"
+    yield "the demo exchanged two loaded blocks on purpose:"
     if tampering.before_verification:
         caught = run.transfers.get("blocks_corrupt", 0) if run else 0
         result = f"the checksum caught {caught} of {tampering.num_before}" if tampering.num_before else "not done"
-        yield f"  before they were verified: {result}"
+        yield f"  before verification: {result}"
     if tampering.after_verification:
         wrong = len(outcome.differences(run)) if run else 0
-        result = f"the logits of {wrong} requests gave it away" if tampering.num_after else "not done"
-        yield f"  after they were verified: {result}"
+        result = f"the logits of {wrong} requests were different" if tampering.num_after else "not done"
+        yield f"  after verification: {result}"
     if tampering.is_pending:
-        yield "  no load was large enough for what was not done: try fewer --device-blocks or more --requests"
+        yield "  not done, because no load was large enough: try fewer --device-blocks or more --requests"
 
 
 def _row(label: str, cells: Sequence[str]) -> str:

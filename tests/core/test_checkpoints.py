@@ -471,7 +471,7 @@ def test_a_remote_store_is_refused_with_the_reason() -> None:
         def remove(self, key: bytes, timeout_s: float) -> None: ...
         def close(self) -> None: ...
 
-    with pytest.raises(ConfigError, match="remote: keeps full attention only: these groups have a recurrent state"):
+    with pytest.raises(ConfigError, match="remote: supports full attention only: these groups have a recurrent state"):
         Hybrid(remote=RemoteTier(Nowhere()), namespace="m")
 
 

@@ -60,7 +60,7 @@ class Timed(Driven):
 def test_an_idle_ledger_says_that_nobody_holds_anything() -> None:
     driven = Timed(8)
     assert driven.ledger.reports.requests() == driven.ledger.reports.holders() == ()
-    assert driven.ledger.explain().splitlines()[-1] == "  nobody"
+    assert driven.ledger.explain().splitlines()[-1] == "  nothing"
     assert driven.ledger.explain().startswith("8 device blocks: 8 free, 0 cached, 0 pinned, 0 quarantined; 0 requests")
 
 
@@ -69,11 +69,11 @@ def test_an_eviction_that_is_not_the_default_has_a_line() -> None:
     driven = Timed(8, 8, eviction=LearnedEviction(device=True))
     driven.serve(prompt(1, 8))
     (found,) = [line for line in driven.ledger.explain().splitlines() if line.startswith("eviction")]
-    assert found == "eviction: host by the last use, device by the last use, chosen by the guard"
+    assert found == "eviction: host by LRU, device by LRU, chosen by the guard"
 
     assert "eviction" not in Timed(8).ledger.explain()
     own = Timed(8, eviction=Own).ledger.explain()
-    assert "\neviction: an order of the program's own, Own\n" in own
+    assert "\neviction: custom order Own\n" in own
 
 
 def test_numbers_are_written_in_one_way() -> None:
@@ -86,7 +86,8 @@ def test_numbers_are_written_in_one_way() -> None:
     assert "3,000 host blocks" in text and "6,000 blocks for 0.0 s" in text
     assert "request one, allocated for 0.0 s: 15,000 blocks" in text
     assert str(Declined(1_234, 1_234.5, 0.0123)) == (
-        "computes 1,234 tokens that the host has: first token in 0.0123 s, with the load in 1,234 s"
+        "computes 1,234 tokens of its host hit instead of loading them: "
+        "first token in 0.0123 s, with the load in 1,234 s"
     )
 
 
@@ -168,7 +169,7 @@ def test_a_load_is_waited_for_by_its_jobs() -> None:
         assert found == [("load", ids[0], "queued", 1, ("one",)), ("load", ids[1], "parked", 1, ("one",))]
     driven.land(plans[:1])
     assert driven.status("two").waits_for is WaitsFor.PROGRAM
-    assert driven.status("two").what() == "its program: the next call is not ours"
+    assert driven.status("two").what() == "its program, which makes the next call"
 
 
 def test_a_step_is_waited_for_until_it_ends() -> None:
@@ -282,12 +283,12 @@ def test_a_pending_request_waits_for_the_one_that_loads() -> None:
 def test_of_an_engines_blocks_it_says_how_many_there_are_and_what_copies_hold() -> None:
     """What is free and cached there only the engine knows: it is not counted as none."""
     driven = EngineDriven()
-    assert driven.ledger.explain().startswith("999 device blocks, which the engine hands out: copies hold 0 (0 quar")
+    assert driven.ledger.explain().startswith("999 device blocks, which the engine allocates: copies hold 0 (0 quar")
     driven.serve(range(16))
     request, plans = driven.loading(range(17), request_id="first")
     driven.end(plans[0], Outcome.UNPROVEN)
     about = driven.ledger.explain().splitlines()[0]
-    assert about.endswith("which the engine hands out: copies hold 4 (4 quarantined); 1 request")
+    assert about.endswith("which the engine allocates: copies hold 4 (4 quarantined); 1 request")
     driven.release(request)
 
 

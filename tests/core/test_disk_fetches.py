@@ -338,4 +338,4 @@ def test_nobody_who_copies_between_host_and_disk_holds_device_blocks() -> None:
     disk.on_disk_only(TOKENS)
     fetch = disk.ledger.fetches.fetch(disk.prefix(TOKENS))
     assert fetch.plans and disk.ledger.reports.holders() == ()
-    assert "nobody" in disk.ledger.explain()
+    assert "  nothing" in disk.ledger.explain()

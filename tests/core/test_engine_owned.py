@@ -335,7 +335,7 @@ def test_a_window_that_begins_inside_a_unit_has_null_blocks_before_it() -> None:
         full, window = driven.fresh(25)
         window[:num_null] = [0] * num_null
         if num_null == 8:
-            with pytest.raises(InvalidArgument, match="null block where something has to be loaded"):
+            with pytest.raises(InvalidArgument, match="null block at a position whose KV must be loaded"):
                 driven.load(request, [full, window])
         else:
             plans = driven.load(request, [full, window])
@@ -507,7 +507,7 @@ def test_a_load_that_is_planned_again_has_the_last_wake() -> None:
     driven.land(plans)
     assert woken == ["second"]
     assert driven.load(request, None) == [] and woken == ["second"]
-    with pytest.raises(WrongState, match="named before"):
+    with pytest.raises(WrongState, match="has named the blocks"):
         driven.load(request, driven.fresh(17))  # nothing would be copied into these
 
 

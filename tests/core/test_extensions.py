@@ -271,7 +271,7 @@ def test_an_answer_of_the_wrong_type_is_an_error_of_the_extension() -> None:
     driven = Scenes(extension)
     NEUTRAL["ask_store_stop"] = "many"
     try:
-        with pytest.raises(ExtensionError, match=r"Naughty\.ask_store_stop must not answer 'many'"):
+        with pytest.raises(ExtensionError, match=r"Naughty\.ask_store_stop must not return 'many'"):
             driven.driven.serve(A)
     finally:
         NEUTRAL["ask_store_stop"] = 99
@@ -284,7 +284,7 @@ def test_a_report_of_the_wrong_type_is_an_error_of_the_extension(hook: str, answ
     """`check_integrity` names the extension, and the ledger goes on."""
     ledger = Scenes(type("Naughty", (LedgerExtension,), {hook: lambda *_: answer})()).ledger
     for _ in range(2):
-        with pytest.raises(ExtensionError, match=rf"Naughty\.{hook} must not answer "):
+        with pytest.raises(ExtensionError, match=rf"Naughty\.{hook} must not return "):
             ledger.check_integrity()
         assert ledger.lookup(Prefix.of(ROOT, A)).num_tokens == 0
 
@@ -505,7 +505,7 @@ def test_a_misspelt_and_an_async_hook_are_refused() -> None:
             yield
 
     config = OffloadConfig(groups=[KVCacheGroup("full", block_size=BLOCK)], num_host_blocks=16)
-    with pytest.raises(InvalidArgument, match=r"extensions: Misspelt\.on_admit is no hook"):
+    with pytest.raises(InvalidArgument, match=r"extensions: Misspelt\.on_admit is not a hook"):
         Ledger(config, 9, extensions=[Misspelt()])
     with pytest.raises(InvalidArgument, match=r"extensions: Waits\.ask_admit is async"):
         Ledger(config, 9, extensions=[Waits()])
@@ -558,7 +558,7 @@ def test_an_extension_belongs_to_one_ledger() -> None:
     with pytest.raises(InvalidArgument, match="extensions: has one CapStores twice"):
         Ledger(config, 9, extensions=[extension, extension])
     Ledger(config, 9, extensions=[extension])
-    with pytest.raises(InvalidArgument, match="extensions: has a CapStores that another ledger has"):
+    with pytest.raises(InvalidArgument, match="extensions: has a CapStores that belongs to another ledger"):
         Ledger(config, 9, extensions=[extension])
 
 

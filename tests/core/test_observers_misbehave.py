@@ -48,7 +48,7 @@ def live(driven: Driven) -> tuple[int, int]:
     pin = driven.ledger.pins.hold(driven.prefix(A))
     child = driven.ledger.forks.fork(request, num_tokens=20).request
     waiter = driven.ledger.queue_allocation(driven.admit(B), 4 * 9)
-    with pytest.raises(Exception, match="to be had"):
+    with pytest.raises(Exception, match="available"):
         driven.ledger.extend_nowait(request, 4 * 13)
     driven.release(child)
     driven.land(driven.ledger.preemption.preempt(request).plans)

@@ -173,7 +173,7 @@ def test_a_pin_is_released_once() -> None:
     handle, other = pin(driven, A), pin(driven, A)
     unpin(driven, handle)
     before = fingerprint(driven.ledger)
-    with pytest.raises(IllegalTransition, match="pin 1: no move from RELEASED to RELEASED"):
+    with pytest.raises(IllegalTransition, match="pin 1: cannot change from RELEASED to RELEASED"):
         driven.ledger.pins.release(handle)
     assert not changes(before, fingerprint(driven.ledger))
     unpin(driven, other)
@@ -188,7 +188,7 @@ def test_all_pins_together_keep_a_share_of_each_tier() -> None:
         driven.serve(tokens)
     first, second = pin(driven, A), pin(driven, B)
     before = fingerprint(driven.ledger)
-    with pytest.raises(OutOfBlocks, match="2 blocks needed, 0 to be had") as refused:
+    with pytest.raises(OutOfBlocks, match="2 blocks needed, 0 available") as refused:
         driven.ledger.pins.hold(prefix(C))
     assert refused.value.retryable
     assert not changes(before, fingerprint(driven.ledger))

@@ -419,7 +419,7 @@ def test_pins_of_a_tenant_hold_its_share_at_most() -> None:
     pins = [driven.ledger.pins.hold(Prefix.of(ANNA, units(4))) for _ in range(2)]
     pins.append(driven.ledger.pins.hold(Prefix.of(CARL, units(4))))
     before = fingerprint(driven.ledger)
-    with pytest.raises(OutOfBlocks, match="quotas: 4 blocks needed, 1 to be had") as refused:
+    with pytest.raises(OutOfBlocks, match="quotas: 4 blocks needed, 1 available") as refused:
         driven.ledger.pins.hold(Prefix.of(ANNA, units(4, 2)))
     assert changes(before, fingerprint(driven.ledger)) == [] and refused.value.retryable
     assert driven.ledger.statistics().quotas[1].num_pinned == 4

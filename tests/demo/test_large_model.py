@@ -64,4 +64,4 @@ def test_without_a_device_it_is_not_loaded(monkeypatch: pytest.MonkeyPatch, caps
     with pytest.raises(SystemExit) as left:
         main(["--model", "1b", "--device", "cuda"])
     assert left.value.code == 2
-    assert "argument --device: torch sees no CUDA device here" in capsys.readouterr().err
+    assert "argument --device: torch does not find a CUDA device" in capsys.readouterr().err

@@ -44,7 +44,7 @@ def test_what_is_lost_is_said_once_and_counted() -> None:
     assert disk.content.startswith(b"12\na lo\na l")
     assert disk.content.endswith(b"\n34\n")
     begins, ends, lost = log_text.getvalue().splitlines()
-    assert begins == "log: events are lost from here on: no room for a whole event"
+    assert begins == "log: events are lost from here on: the event did not fit completely"
     assert (ends, lost) == ("log: the disk is gone", "log: 3 events were lost in all")
 
 

@@ -60,9 +60,9 @@ def test_the_layered_run_counts_as_the_others_do() -> None:
 @pytest.mark.parametrize(
     ("loaded", "stored", "failures", "words"),
     [
-        (0, 7, 0, ("nothing came from it, as in a first run", "7 blocks were written to it: run this")),
-        (3, 0, 0, ("3 blocks (3.0 MiB) came from it and were not computed",)),
-        (0, 0, 2, ("nothing came from it\n", "2 of its calls failed", "Does it run")),
+        (0, 7, 0, ("no blocks were loaded from it, as in a first run", "the run wrote 7 blocks to it: run this")),
+        (3, 0, 0, ("loaded 3 blocks (3.0 MiB) from it instead of computing them",)),
+        (0, 0, 2, ("no blocks were loaded from it\n", "2 of its calls failed", "Does the store run")),
     ],
 )
 def test_what_a_remote_store_was_good_for_is_said_in_words(

@@ -69,7 +69,7 @@ def test_a_model_of_one_kind_is_one_group() -> None:
 @pytest.mark.parametrize(
     ("configured", "problem"),
     [
-        ([KVCacheGroup("a", block_size=4)], "are 1 in the runtime, 2 in the model"),
+        ([KVCacheGroup("a", block_size=4)], "are 1 in the runtime, but 2 in the model"),
         ([KVCacheGroup("a", block_size=4), KVCacheGroup("b", block_size=8)], "'b' has blocks of 8 tokens, not 4"),
     ],
 )

@@ -111,7 +111,7 @@ def test_a_model_that_depends_on_its_slices_is_refused() -> None:
     """A layer that computes something else when a prompt comes in parts gives wrong tokens over paged KV: the proof
     compares the attention of every layer with the model's own forward."""
     model = changed(tiny_model("llama"), lambda output: output * (1 + 0.01 * output.shape[1]))
-    assert "attention of layer 2, the first slice, is off by" in refusal(model)
+    assert "attention of layer 2, the first slice, has a relative error of" in refusal(model)
 
 
 def test_in_float32_no_token_may_differ() -> None:
@@ -187,7 +187,7 @@ def test_a_layer_that_reads_no_kv_is_refused() -> None:
         return hidden_states * 2, None
 
     attention.forward = of_its_input
-    assert "gives the same whatever KV it reads (attention of layer 2)" in refusal(model)
+    assert "gives the same values whatever KV it reads (attention of layer 2)" in refusal(model)
 
 
 def test_what_a_model_turns_to_later_fails_the_request() -> None:
@@ -206,7 +206,7 @@ def test_what_a_model_turns_to_later_fails_the_request() -> None:
     attention = model.model.layers[0].self_attn
     mask = {"attention_mask": torch.zeros(1, 1, 3, 3)}
     attention.register_forward_pre_hook(lambda _, args, options: (args, options | mask), with_kwargs=True)
-    with pytest.raises(ConfigError, match="layer 0 has a mask of its own making"):
+    with pytest.raises(ConfigError, match="layer 0 builds its own attention mask"):
         served.forward(batch, served.new_kv_cache(2, 8))
 
 

@@ -153,7 +153,7 @@ async def test_a_hit_without_its_checkpoint_gives_no_answer(monkeypatch: pytest.
     async with serving("full", 80) as bench:
         await bench.ask(prompt_of(1, 46))
         monkeypatch.setattr("aoffload._runtime.request.Request.resume_checkpoint", None)
-        with pytest.raises(StepFailed, match="one starts at 40, and its slot is at 0"):
+        with pytest.raises(StepFailed, match="one starts at token 40, but its slot is at 0"):
             await bench.ask(prompt_of(1, 46))
 
 
@@ -209,7 +209,7 @@ async def test_a_wrong_state_is_noticed() -> None:
     ("changes", "options", "problem"),
     [
         ({"attention": None}, OPTIONS, "groups: must end with the group of model.states"),
-        ({"num_rows": 2}, OPTIONS, "groups.num_rows: is 2; a state takes 3 blocks"),
+        ({"num_rows": 2}, OPTIONS, "groups.num_rows: is 2, but a state takes 3 blocks"),
         ({"block_size": 4}, OPTIONS, "groups.block_size: .* multiples of prefill_tokens 8"),
         ({}, attrs.evolve(OPTIONS, prefill_start=PrefillStart.BY_LAYER), "prefill_start: is by layer"),
     ],
@@ -250,9 +250,9 @@ def test_a_slot_must_be_where_its_slice_begins() -> None:
     def forward(*slices: SequenceSlice) -> torch.Tensor:
         return model.forward(PagedBatch.of(slices, 4), kv_cache)
 
-    with pytest.raises(Exception, match="one starts at 2, and its slot is at 0"):
+    with pytest.raises(Exception, match="one starts at token 2, but its slot is at 0"):
         forward(part(2))
-    with pytest.raises(Exception, match="name one slot twice"):
+    with pytest.raises(Exception, match="use one slot twice"):
         forward(part(0), part(0))
     with pytest.raises(Exception, match="must be RecurrentSlice"):
         forward(SequenceSlice([7, 8], 0, [[1]]))
@@ -260,7 +260,7 @@ def test_a_slot_must_be_where_its_slice_begins() -> None:
     slot.views[0][0, 0] = 5  # the position in the state
     with pytest.raises(ArithmeticError):
         forward(part(2))
-    with pytest.raises(Exception, match="one starts at 2, and its slot is broken"):
+    with pytest.raises(Exception, match="one starts at token 2, but its slot is broken"):
         forward(part(2))
     slot.reset()
     forward(part(0, checkpoint=(3, 8, 5)))
@@ -295,5 +295,5 @@ def test_a_checkpoint_comes_back_bit_for_bit() -> None:
     assert second.num_tokens == 8
     assert torch.equal(second.views[0], bits)
     assert kv_cache.flatten(1).any(dim=1).nonzero().flatten().tolist() == [2, 5, 7]
-    with pytest.raises(Exception, match="which is no checkpoint"):
+    with pytest.raises(Exception, match="which is not a checkpoint"):
         model.states.new_slot(kv_cache).save(kv_cache, (1, 2, 3))

@@ -296,7 +296,7 @@ def test_a_state_that_changes_nothing_is_refused() -> None:
     model = plain_model("lfm2")
     with torch.no_grad():
         model.model.layers[2].conv.conv.weight[..., :-1] = 0
-    assert "gives nearly the same without the conv state of layer 2" in refusal(model)
+    assert "gives nearly the same values without the conv state of layer 2" in refusal(model)
 
 
 def test_a_fast_decay_is_no_reason_to_refuse() -> None:

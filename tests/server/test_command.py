@@ -241,7 +241,7 @@ async def test_a_server_for_everybody_without_a_key_is_warned_of(tmp_path: Path)
             server.signal()
             ended, output = await server.wait()
         assert (ended, status) == (0, 200 if is_warned else 401)
-        assert output.startswith("warning: whoever reaches 0.0.0.0") if is_warned else output == ""
+        assert output.startswith("warning: every client that can reach 0.0.0.0") if is_warned else output == ""
 
 
 def test_a_model_that_does_not_fit_is_an_option_that_is_wrong() -> None:
@@ -255,7 +255,7 @@ def test_a_model_that_does_not_fit_is_an_option_that_is_wrong() -> None:
         async with open_service(OPTIONS, Large()):
             raise AssertionError
 
-    with pytest.raises(ConfigError, match=r"^num_device_blocks: 69 blocks can't be had: can't allocate memory$"):
+    with pytest.raises(ConfigError, match=r"^num_device_blocks: 69 blocks cannot be allocated: can't allocate memory$"):
         anyio.run(run)
 
 

@@ -192,7 +192,7 @@ async def test_metrics_that_are_not_there_are_said_so(monkeypatch: pytest.Monkey
     async with serving() as bench:
         response = await bench.client.get("/metrics")
     assert response.status_code == 501
-    assert "no metrics" in response.json()["error"]["message"]
+    assert "metrics are not installed" in response.json()["error"]["message"]
 
 
 async def test_metrics_that_are_there_are_those_of_this_server() -> None:

@@ -172,7 +172,7 @@ def test_a_runtime_whose_loop_was_closed_is_left_without_a_wait(tmp_path: Path) 
                 raise AssertionError("entered")
         with pytest.raises(WrongThread, match="event loop"):
             await runtime.flush()
-        with pytest.raises(RuntimeClosed, match="without a wait"):
+        with pytest.raises(RuntimeClosed, match="without waiting"):
             await runtime.__aexit__(None, None, None)
         with pytest.raises(RuntimeClosed):
             runtime.lookup(range(9))

@@ -73,7 +73,7 @@ async def test_an_opening_without_a_worker_thread_opens_nothing(tmp_path: Path) 
     """Nor does a runtime fail to close for want of one: it closes in the event loop's thread then."""
     env = FewThreads()
     env.has_workers = False
-    with pytest.raises(TransferRefused, match="no thread to open the transport in"):
+    with pytest.raises(TransferRefused, match="cannot start a thread to open the transport"):
         async with with_disk(tmp_path, env=env):
             raise AssertionError("it was opened without a thread")
     assert not env.threads
@@ -90,7 +90,7 @@ async def test_a_reset_without_a_thread_ends_the_use_of_the_disk() -> None:
     async with with_disk(disk, env=env) as engine:
         await on_the_disk_only(engine, A)
         env.num_threads = len(env.threads)
-        with pytest.raises(TransferRefused, match=r"a restart may find what was there: .* cannot be started"):
+        with pytest.raises(TransferRefused, match=r"a restart may find blocks from before: .* cannot be started"):
             await engine.runtime.reset()
         num_calls = disk.num_calls
         found = engine.runtime._session.disk

@@ -68,12 +68,12 @@ async def test_a_call_that_comes_too_early_names_the_one_that_is_missing() -> No
                 request.preempt_nowait()
             async with engine.runtime.request(B) as other:
                 await other.allocate()
-                with pytest.raises(WrongState, match=r"ALLOCATED.*it has its blocks, and `extend` takes more"):
+                with pytest.raises(WrongState, match=r"ALLOCATED.*it has its blocks: call `extend` for more"):
                     other.allocate_nowait()
             await engine.prefill(request, A)
-            with pytest.raises(WrongState, match=r"RUNNING.*it has its blocks, and `extend` takes more"):
+            with pytest.raises(WrongState, match=r"RUNNING.*it has its blocks: call `extend` for more"):
                 request.allocate_nowait()
-            with pytest.raises(WrongState, match="only a request that was preempted is resumed"):
+            with pytest.raises(WrongState, match="only a preempted request can be resumed"):
                 await request.resume()
             await request.preempt()
             assert request.block_ids == [[]]
@@ -125,7 +125,7 @@ async def test_a_refused_commit_of_a_step_names_the_request() -> None:
             assert bad.value.argument == "new_token_ids"
             with pytest.raises(InvalidArgument, match="names request one twice"):
                 commit_step([Computed(one, 9), Computed(one, 9)])
-            with pytest.raises(CommitError, match="12 tokens that were allocated: `extend` takes more"):
+            with pytest.raises(CommitError, match="12 tokens that were allocated: call `extend` for more"):
                 one.commit(13, [1, 2, 3, 4])
         await assert_at_rest(engine.runtime)
 
@@ -136,10 +136,10 @@ async def test_a_refused_commit_of_a_step_names_the_request() -> None:
 def test_a_host_pool_of_an_impossible_size_says_what_is_possible() -> None:
     """Too many blocks: the most that there can be, in blocks and in bytes. None: the size of one block."""
     much = OffloadConfig(groups=[KVCacheGroup("all")], host_bytes="100TiB")
-    with pytest.raises(ConfigError, match=r"host_bytes: .*2,147,483,647 blocks at most, 1,099,511,627,264 bytes"):
+    with pytest.raises(ConfigError, match=r"host_bytes: .*limit is 2,147,483,647 blocks, 1,099,511,627,264 bytes"):
         much.resolve_host_blocks(512)
     little = OffloadConfig(groups=[KVCacheGroup("all")], host_bytes=511)
-    with pytest.raises(ConfigError, match="host_bytes: is 511 bytes, less than one block, which has 512 bytes"):
+    with pytest.raises(ConfigError, match="host_bytes: is 511 bytes, less than one block of 512 bytes"):
         little.resolve_host_blocks(512)
     assert little.resolve_host_blocks(511) == 1
 

@@ -398,7 +398,7 @@ async def test_a_pending_load_of_before_starts_nothing_on_another_load() -> None
             pending = await loading(request, transport)
             assert before.region(0).query() and not pending.region(0).query()
             assert pending.can_start and not before.can_start
-            with pytest.raises(WrongState, match="another load is under way"), engine.runtime.step([before]):
+            with pytest.raises(WrongState, match="has begun another load"), engine.runtime.step([before]):
                 pass
             with engine.runtime.step([pending]):
                 transport.land_all()

@@ -279,7 +279,7 @@ async def test_a_question_that_hangs_is_waited_for_no_longer_than_said() -> None
             leap(10.0)
             (status,) = engine.runtime.reports.requests()
             assert status.waits_for is WaitsFor.ANSWER
-            assert "asking the remote store for 10.0 s" in engine.runtime.explain(), "and not for its program"
+            assert "an answer of the remote store for 10.0 s" in engine.runtime.explain(), "and not for its program"
             leap(80.0)
             await turns(20)
             assert not found

@@ -57,7 +57,7 @@ async def test_a_store_that_fails_is_one_line_in_the_log_and_so_is_its_end(
         assert (left["for_s"], left["num_failures"], left["num_refused"]) == (0.5, 2, 0) and left["error"]
         await engine.serve(B, request_id="without")
         assert runtime.statistics().num_fetches_skipped == 1
-        assert "the remote store is left alone, no loads" in runtime.explain()
+        assert "the remote store is suspended, no loads" in runtime.explain()
         look = scraped(registry)
         assert look.get("aoffload_storage_left_alone", tier="remote", use="load") == 1
         assert look.get("aoffload_storage_left_alone") == look.get("aoffload_fetches_skipped_total") == 1
@@ -68,7 +68,7 @@ async def test_a_store_that_fails_is_one_line_in_the_log_and_so_is_its_end(
         await engine.serve(B, request_id="late")
         (back,) = log.events("storage_back")
         assert back["level"] == "warning" and back["after_s"] >= 0.6
-        assert "left alone" not in runtime.explain()
+        assert "suspended" not in runtime.explain()
         assert scraped(registry).get("aoffload_storage_left_alone") == 0
         await assert_quiet(runtime)
     refused = [event for event in log.events("job_failed") if event["outcome"] == "refused"]
@@ -81,7 +81,7 @@ async def test_a_store_that_fails_is_one_line_in_the_log_and_so_is_its_end(
     assert main([str(file)]) == 0
     output = capsys.readouterr().out
     assert "storage_left_alone: loads of the remote store" in output and "1 fetch skipped" in output
-    assert "is left alone for now" not in output, "a refused job is no failure of its own"
+    assert "is suspended after failures" not in output, "a refused job is no failure of its own"
 
 
 async def test_a_store_that_answers_no_question_is_not_asked() -> None:
@@ -111,7 +111,7 @@ async def test_what_a_store_says_commands_no_terminal() -> None:
             await engine.serve(A, store="none")
             await forget_locally(engine)
         output, _ = engine.runtime.explain().splitlines()[-2:]
-        assert output == "the remote store is left alone, no questions at node-0 for now: \\x1b[2J\\nnobody waits"
+        assert output == "the remote store is suspended, no questions at node-0 for now: \\x1b[2J\\nnobody waits"
 
 
 async def test_a_disk_that_fails_is_one_line_in_the_log_and_so_is_its_end() -> None:
@@ -130,7 +130,7 @@ async def test_a_disk_that_fails_is_one_line_in_the_log_and_so_is_its_end() -> N
             await request.allocate()
         output = [(event["level"], event["for_s"]) for event in log.events("storage_left_alone")]
         assert output == [("warning", 0.5), ("info", 1.0)]
-        assert "the disk is left alone, no loads for now: " in runtime.explain()
+        assert "the disk is suspended, no loads for now: " in runtime.explain()
         assert runtime.explain().endswith("\nfetches from the disk skipped so far: 1")
         assert scraped(registry).get("aoffload_storage_left_alone", tier="disk", use="load") == 1
         disk.fault = lambda call: None

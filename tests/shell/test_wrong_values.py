@@ -761,8 +761,12 @@ async def test_requests_of_another_runtime() -> None:
     async with scripted() as (mine, _), scripted() as (other, _):
         async with other.runtime.request(prompt(1, 9)) as request:
             await other.prefill(request, prompt(1, 9))
-            with pytest.raises(InvalidArgument, match=r"^requests: holds what is no request of this runtime"):
+            with pytest.raises(
+                InvalidArgument, match=r"^requests: contains an object that is not a request of this runtime"
+            ):
                 mine.runtime.step([request]).__enter__()
-            with pytest.raises(InvalidArgument, match=r"^computed: holds what is no request of this runtime"):
+            with pytest.raises(
+                InvalidArgument, match=r"^computed: contains an object that is not a request of this runtime"
+            ):
                 mine.runtime.commit_step([Computed(request, 9)])
         await assert_at_rest(mine.runtime)

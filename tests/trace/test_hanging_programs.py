@@ -219,7 +219,10 @@ async def test_a_cancelled_request_that_waits_for_its_thread_says_so(
         explained = found.runtime.explain()
         may_end.set()
     assert (status.state, status.cancelled, status.waits_for) == (RequestState.RUNNING, reasons[by], WaitsFor.STEP)
-    assert f"its task to leave its block, cancelled ({reasons[by]}); a step: step 1 of gone, open for" in explained
+    assert (
+        f"its task to leave its `async with` block, cancelled ({reasons[by]}); a step: step 1 of gone, open for"
+        in explained
+    )
     assert (event["reason"], event["timestamp"]) == (reasons[by], pytest.approx(START_S + 1 + (by == "cancel")))
     assert over == []
     assert [event["reason"] for event in events(found, "request_aborted")] == [reasons[by]]

@@ -105,7 +105,7 @@ def test_a_refusal_names_size_piece_and_limit_and_leaves_nothing_registered() ->
         "piece",
         "CUDA_ERROR_OUT_OF_MEMORY",
         "memory free",
-        "`ulimit -l` is none",
+        "not `ulimit -l`",
     ):
         assert words in str(error)
     assert isinstance(error.__cause__, CudaError)

@@ -300,7 +300,7 @@ def test_files_are_for_this_user_only(slots: DiskSlots, path: Path) -> None:
 def test_a_file_is_no_directory(path: Path) -> None:
     """What is wrong is said: its rights are not."""
     path.write_text("mine")
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         PosixDirectory(path)
     assert path.read_text() == "mine"
 

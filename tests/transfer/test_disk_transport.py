@@ -296,7 +296,7 @@ def test_a_store_without_a_payload_is_refused(open_disk: Callable[..., DiskCopie
     """Before anything is written: the disk would not know what the slots hold. A load needs none."""
     copies = open_disk()
     plan = TransferPlan(1, HOST, DISK, array("i", [0]), array("i", [3]), payload)
-    with pytest.raises(TransferRefused, match="no payload of a store"):
+    with pytest.raises(TransferRefused, match="not the payload of a store"):
         copies.transport.launch(plan, None)
     assert copies.move(HOST, DISK, [0], [3], LABELS[:1]).outcome is Outcome.LANDED
     assert copies.move(DISK, HOST, [3], [5]).outcome is Outcome.LANDED

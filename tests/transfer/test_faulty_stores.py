@@ -146,10 +146,10 @@ def test_whatever_a_write_raises_is_a_failure(open_remote: Open, kind: str, what
     copies.remote.forget([cell(100)])
     for number in range(NUM_TRIES):
         found = copies.store(cell(number))
-        assert found.outcome is (Outcome.FAILED if kind == "put" else Outcome.LANDED) or "left alone" in found.error
+        assert found.outcome is (Outcome.FAILED if kind == "put" else Outcome.LANDED) or "suspended" in found.error
         copies.clock.seconds += AFTER_TRIALS_S  # type: ignore[attr-defined]
     store.kind = ""
-    if "left alone" in copies.store(cell(8)).error:  # a removal that had begun before has failed since
+    if "suspended" in copies.store(cell(8)).error:  # a removal that had begun before has failed since
         copies.clock.seconds += AFTER_TRIALS_S  # type: ignore[attr-defined]
     assert copies.store(cell(9)).outcome is Outcome.LANDED
     assert copies.close() and copies.remote.statistics().cells_removed == 1
@@ -289,7 +289,7 @@ def test_a_store_says_what_it_may_have_written(open_remote: Open) -> None:
         found = copies.store(cell(0))
         assert (found.outcome, found.num_bytes) == (Outcome.FAILED, num_bytes)
     refused = copies.store(cell(0))
-    assert "left alone" in refused.error and refused.num_bytes == 0, "a store that is full and answers all the same"
+    assert "suspended" in refused.error and refused.num_bytes == 0, "a store that is full and answers all the same"
     assert copies.remote.statistics().bytes_stored == 0
 
 

@@ -145,7 +145,7 @@ def test_a_directory_that_is_gone_is_a_miss_or_an_error(tmp_path: Path) -> None:
     store.put(KEY, memoryview(b"value"), LONG_S)
     shutil.rmtree(path)
     assert store.get(KEY, LONG_S) is None and store.exist([KEY], LONG_S) == [False]
-    path.write_text("no directory")
+    path.write_text("not a directory")
     with pytest.raises(StoreError):
         store.put(KEY, memoryview(b"value"), LONG_S)
 
@@ -154,7 +154,7 @@ def test_a_directory_that_is_gone_is_a_miss_or_an_error(tmp_path: Path) -> None:
     ("name", "make"),
     [
         ("url", lambda: ObstoreStore.from_url("nonsense://here")),
-        ("url", lambda: ObstoreStore.from_url("no URL")),
+        ("url", lambda: ObstoreStore.from_url("not a URL")),
         ("url", lambda: ObstoreStore.from_url(7)),  # type: ignore[arg-type]
         ("url", lambda: ObstoreStore.from_url("s3://bucket", no_such_option="x")),
         ("timeout_s", lambda: ObstoreStore.from_url("memory:///", timeout_s=0)),

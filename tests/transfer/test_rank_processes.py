@@ -220,7 +220,7 @@ def test_a_rank_that_dies_before_it_is_opened_is_noticed() -> None:
 def test_a_rank_that_speaks_out_of_turn_is_killed() -> None:
     """Who sends what no rank says is not trusted with anything else."""
     ranks = spawn_ranks(builds.speaking, 1, START_S)
-    with pytest.raises(ConfigError, match="rank 0: it sent no frame: a rank does not say Open"):
+    with pytest.raises(ConfigError, match="rank 0: it sent an invalid frame: a rank does not send Open"):
         RankTransport(ranks).open(4, verify=False, deliver=lambda completion: None, env=Env())
     with pytest.raises(ProcessLookupError):
         os.kill(ranks[0].pid, 0)

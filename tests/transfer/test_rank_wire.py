@@ -95,12 +95,12 @@ def test_a_frame_that_is_cut_off_is_refused(frame: frames.Frame, data: st.DataOb
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (bytes([VERSION + 1]) + LAUNCH[1:], f"version {VERSION + 1} was sent, version {VERSION} is spoken here"),
-        (bytes([VERSION, 6]), "6 is no kind"),
-        (LAUNCH[:18] + bytes([len(Tier)]) + LAUNCH[19:], f"{len(Tier)} is none of"),
-        (bytes([VERSION, 5]) + struct.pack("<d", float("nan")), "nan is no number of seconds"),
-        (bytes([VERSION, 5]) + struct.pack("<d", -1.0), "-1.0 is no number of seconds"),
-        (bytes([VERSION, 69, 2]), "2 is none of"),
+        (bytes([VERSION + 1]) + LAUNCH[1:], f"has version {VERSION + 1}, but this process uses version {VERSION}"),
+        (bytes([VERSION, 6]), "6 is not a kind"),
+        (LAUNCH[:18] + bytes([len(Tier)]) + LAUNCH[19:], f"{len(Tier)} is not an index of"),
+        (bytes([VERSION, 5]) + struct.pack("<d", float("nan")), "nan is not a number of seconds"),
+        (bytes([VERSION, 5]) + struct.pack("<d", -1.0), "-1.0 is not a number of seconds"),
+        (bytes([VERSION, 69, 2]), "2 is not an index of"),
         (bytes([VERSION, 67]) + struct.pack("<I", 1) + b"\xff", "not UTF-8"),
         (LAUNCH[:20] + struct.pack("<II", 2**32 - 1, 2) + LAUNCH[28:], "bytes are missing"),
     ],
@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_not_written(frame: frames.Frame) -> None:
 def test_a_negative_index_is_no_corrupt_block() -> None:
     """It would name a block from the other end of the plan."""
     spoiled: Any = attrs.evolve(COMPLETED, completion=Completion(1, Outcome.CORRUPT, corrupt=(-1,)))
-    with pytest.raises(WireError, match="-1 is no index"):
+    with pytest.raises(WireError, match="-1 is not an index"):
         decode(encode(spoiled))
 
 

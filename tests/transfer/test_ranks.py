@@ -366,7 +366,7 @@ def test_a_fence_is_one_on_every_rank() -> None:
     ranks.transport.launch(store, recorded)
     assert [script.launched[0].after for script in ranks.scripts] == compute
     assert not recorded.query()
-    with pytest.raises(WrongState, match="nobody can wait for it here"):
+    with pytest.raises(WrongState, match="only a rank can wait for it"):
         recorded.synchronize()
 
 

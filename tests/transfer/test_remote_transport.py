@@ -339,7 +339,7 @@ def test_a_node_that_fails_is_left_alone(open_remote: Open) -> None:
         assert copies.load(bad[0]).outcome is Outcome.FAILED
     before = store.num_calls
     refused = copies.load(bad[0])
-    assert refused.outcome is Outcome.REFUSED and "left alone" in refused.error and store.num_calls == before
+    assert refused.outcome is Outcome.REFUSED and "suspended" in refused.error and store.num_calls == before
     (left,) = copies.remote.statistics().left_alone
     assert (left.use, left.node) == (Use.LOAD, "node-0") and left.error
     assert copies.load(good[0]).outcome is Outcome.LANDED is copies.store(bad[1]).outcome
@@ -370,7 +370,7 @@ def test_a_node_on_trial_has_one_call_at_a_time(open_remote: Open) -> None:
     try:
         trial = copies.launch_load(cell(0))
         waiting.wait_for(1)
-        assert "left alone" in copies.load(cell(0)).error
+        assert "suspended" in copies.load(cell(0)).error
         assert copies.remote.refuses(Direction.LOAD)
     finally:
         waiting.resume()
@@ -504,7 +504,7 @@ def test_what_waits_behind_a_job_that_is_given_up_fails(open_remote: Open) -> No
         for job_id in hung:
             copies.transport.give_up(job_id)
         assert copies.remote.refuses(Direction.LOAD)
-        assert "left alone" in copies.load(cell(0)).error
+        assert "suspended" in copies.load(cell(0)).error
     finally:
         waiting.resume()
     assert {copies.next().job_id for _ in hung} == set(hung)
@@ -758,7 +758,7 @@ def test_a_put_that_arrives_after_the_removal_is_never_loaded(open_remote: Open,
     copies.clock.seconds = 2.0
     assert copies.ask([cell(0)]) == 1, "others would find it"
     late = copies.load(cell(0))
-    assert (late.outcome, late.error) == (Outcome.FAILED, "what the store has was invalidated")
+    assert (late.outcome, late.error) == (Outcome.FAILED, "the cell in the store was invalidated")
     assert (copies.host == before).all()
     removed(copies, 2)
     assert copies.name(cell(0)) not in store.objects
@@ -900,7 +900,7 @@ def test_what_cannot_be_removed_is_not_used(open_remote: Open) -> None:
     while not copies.remote.refuses(Direction.STORE):  # until two attempts in a row have failed
         copies.store(cell(next(numbers)))
     ended = copies.load(cell(0))
-    assert (ended.outcome, ended.error) == (Outcome.FAILED, "the cell in the store is not right")
+    assert (ended.outcome, ended.error) == (Outcome.FAILED, "the cell in the store is corrupt or invalidated")
     assert copies.name(cell(0)) in store.objects
     faults(store)
     copies.clock.seconds = 60.0
@@ -930,7 +930,7 @@ def test_more_removals_than_can_be_remembered_end_the_use_of_the_store(
 @pytest.mark.parametrize(
     ("ids", "label"),
     [
-        pytest.param(range(CELL), None, id="no label"),
+        pytest.param(range(CELL), None, id="not a label"),
         pytest.param(range(CELL), CellLabel(1, bytes(32), 0, 4), id="another component"),
         pytest.param(range(CELL), CellLabel(0, bytes(32), 2, 6), id="not aligned"),
         pytest.param(range(CELL), CellLabel(0, bytes(32), 0, 8), id="another size"),
@@ -947,7 +947,7 @@ def test_what_is_no_cell_is_refused(open_remote: Open, ids: Any, label: CellLabe
 
 def test_a_part_of_a_cell_is_not_stored(open_remote: Open) -> None:
     """Whole cells only."""
-    with pytest.raises(TransferRefused, match="no whole cell"):
+    with pytest.raises(TransferRefused, match="not a whole cell"):
         open_remote().launch_store(cell(0), range(2))
 
 
@@ -964,7 +964,7 @@ def test_a_transport_without_a_remote_tier_refuses_its_hops() -> None:
     assert transport.close(GUARD_S)
     unknown = LocalTransport(torch.zeros(4, 64), remote=RemoteTier(SimulatedStore()))
     assert unknown.remote is not None and unknown.remote.refuses(Direction.LOAD)
-    with pytest.raises(WrongState, match="does not know its layout"):
+    with pytest.raises(WrongState, match="has no layout yet"):
         unknown.open(4, verify=False, deliver=lambda done: None, env=Env())
 
 

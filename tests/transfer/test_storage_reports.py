@@ -43,10 +43,10 @@ def test_many_nodes_are_one_line_for_each_use() -> None:
     loads = [LeftAlone(Use.LOAD, f"node-{number}", "full", 2 + number) for number in range(1_100)]
     stores = [LeftAlone(Use.STORE, "node-3", "full", 5)]
     assert list(in_lines("the store", loads[:7] + stores)) == [
-        f"the store is left alone, {one}" for one in loads[:7] + stores
+        f"the store is suspended, {one}" for one in loads[:7] + stores
     ]
     assert list(in_lines("the store", loads + stores)) == [
-        "the store is left alone, no loads at 1,100 nodes for now; most failures in a row: "
+        "the store is suspended, no loads at 1,100 nodes for now; most failures in a row: "
         "node-1099 (1,101: full), node-1098 (1,100), node-1097 (1,099)",
-        "the store is left alone, no stores at node-3 for now: full",
+        "the store is suspended, no stores at node-3 for now: full",
     ]

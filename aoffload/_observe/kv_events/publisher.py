@@ -170,7 +170,7 @@ class KVEventPublisher:
         clock: Callable[[], float] = time.time,
     ) -> None:
         if bind is not None and connect is not None:
-            raise ConfigError("connect", "give either bind or connect")
+            raise ConfigError("connect", "give either bind or connect, not both")
         check_ledger("ledger", ledger)
         check_int("data_parallel_rank", data_parallel_rank, 0, MAX_COUNT)
         check_int("max_changes", max_changes, 1, MAX_COUNT)
@@ -202,7 +202,7 @@ class KVEventPublisher:
 
     def __enter__(self) -> Self:
         if self._thread is not None:
-            raise RuntimeClosed("a publisher is opened once: make another one")
+            raise RuntimeClosed("a publisher can be opened only once: make another one")
         self._context = zmq.Context()
         self._context.linger = LINGER_MS  # the option of a socket does not apply to connections accepted before
         try:

@@ -145,7 +145,7 @@ class LedgerCollector(SnapshotCollector):
 
 def _check_told(ledger: AnyLedger, metrics: Metrics) -> None:
     if not is_told(metrics, ledger):
-        raise InvalidArgument("metrics", "must be among the observers, or they would show zeros for ever")
+        raise InvalidArgument("metrics", "must be among the observers; otherwise the metrics stay 0")
 
 
 def _metric_of(family: Family, samples: Iterable[Sample]) -> Metric:

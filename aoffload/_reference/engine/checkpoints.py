@@ -90,7 +90,9 @@ def check_state_group(
         raise ConfigError("groups", f"must end with the group of model.states, not {group.name!r}")
     wanted = states.num_rows(kv_cache)
     if getattr(group, "num_rows", None) != wanted:
-        raise ConfigError("groups.num_rows", f"is {getattr(group, 'num_rows', None)}; a state takes {wanted} blocks")
+        raise ConfigError(
+            "groups.num_rows", f"is {getattr(group, 'num_rows', None)}, but a state takes {wanted} blocks"
+        )
     if group.block_size % options.prefill_tokens:
         raise ConfigError(
             "groups.block_size",
@@ -98,5 +100,7 @@ def check_state_group(
             f"{options.prefill_tokens}",
         )
     if options.prefill_start is PrefillStart.BY_LAYER:
-        raise ConfigError("prefill_start", "is by layer, and a layer with a recurrent state needs all of it at once")
+        raise ConfigError(
+            "prefill_start", "is by layer, but a layer with a recurrent state needs its whole state at once"
+        )
     return others

@@ -188,7 +188,9 @@ class PagedEngine:
         # Copied before the first await: the caller may use its sequence again.
         tokens = np.frombuffer(encode_tokens(token_ids), dtype="<i4")
         if tokens.max(initial=0) >= self.model.vocab_size:
-            raise InvalidArgument("token_ids", f"holds {tokens.max()}; the model has {self.model.vocab_size} tokens")
+            raise InvalidArgument(
+                "token_ids", f"has an id of {tokens.max()}, but the vocabulary has {self.model.vocab_size} tokens"
+            )
         arrived = self._env.now()
         options = {"cache_salt": cache_salt, "adapter_key": adapter_key, "reads_cache": reads_cache, "store": store}
         self._num_asks += 1

@@ -195,14 +195,14 @@ def _hidden_of(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[torch.T
 
 
 def _no_attention() -> ConfigError:
-    return ConfigError("model", "has no attention layer, and the engine's blocks are those of attention layers")
+    return ConfigError("model", "has no attention layer, but the engine needs blocks of attention layers")
 
 
 def _attention_kinds(text: Any) -> dict[int, AttentionKind]:
     """The attention kind of each layer that has attention."""
     unknown = set(text.layer_types) - RECURRENT_TYPES - ATTENTION_TYPES - NO_CACHE_TYPES
     if unknown:
-        raise ConfigError("model", f"has layers of {', '.join(sorted(unknown))}, which are not known")
+        raise ConfigError("model", f"has layers of {', '.join(sorted(unknown))}, which are not supported")
     window = getattr(text, "sliding_window", None)
     kinds: dict[int, AttentionKind] = {}
     for layer, kind in enumerate(text.layer_types):
@@ -210,7 +210,7 @@ def _attention_kinds(text: Any) -> dict[int, AttentionKind]:
             kinds[layer] = FullAttention()
         elif kind in {"sliding_attention", "hybrid_sliding"}:
             if window is None:
-                raise ConfigError("model", "has sliding layers and no sliding_window")
+                raise ConfigError("model", "has sliding layers, but no sliding_window")
             kinds[layer] = SlidingWindow(window)
     return kinds
 
@@ -239,7 +239,9 @@ def _learn(model: Any) -> _Learned:
     cache_name = next((name for name in ("cache", "past_key_values") if name in _parameters(model)), None)
     cache = DynamicCache(config=model.config)
     if cache_name is None or not hasattr(cache, "get_recurrent_state"):
-        raise ConfigError("model", "has recurrent layers, and this transformers has no common cache for their states")
+        raise ConfigError(
+            "model", "has recurrent layers, but this version of transformers has no common cache for their states"
+        )
     ids = ordinary_ids(model, model.config.get_text_config().vocab_size)
     drawn = torch.randint(len(ids), (NUM_LEARNING_TOKENS,), generator=torch.Generator().manual_seed(2)).tolist()
     tokens = torch.tensor([[ids[at] for at in drawn]], device=model.device)
@@ -255,7 +257,7 @@ def _learn(model: Any) -> _Learned:
         if state.shape[:1] != (1,):
             raise ConfigError("model", f"layer {layer} has a state of shape {tuple(state.shape)} for one sequence")
     if len(names) != 1 or "" in names:
-        raise ConfigError("model", "does not pass its cache to all recurrent layers by one name")
+        raise ConfigError("model", "does not pass its cache to all recurrent layers under the same name")
     [mixer_cache_name] = names
     return _Learned(StateLayout.of(found, model.device), mixers, inputs, cache_name, mixer_cache_name)
 

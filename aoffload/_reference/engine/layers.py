@@ -70,11 +70,13 @@ def kv_cache_groups(groups: Iterable[LayerGroup], block_size: int) -> list[KVCac
 def check_groups(groups: Sequence[LayerGroup], configured: Sequence[GroupLike], block_size: int) -> None:
     """Raise `ConfigError` unless a runtime with groups `configured` retains all KV that a model with `groups` reads."""
     if len(configured) != len(groups):
-        raise ConfigError("groups", f"are {len(configured)} in the runtime, {len(groups)} in the model")
+        raise ConfigError("groups", f"are {len(configured)} in the runtime, but {len(groups)} in the model")
     for mine, theirs in zip(groups, configured, strict=True):
         attention = getattr(theirs, "attention", None)
         if attention != mine.attention and not isinstance(attention, FullAttention):
-            raise ConfigError("groups", f"{theirs.name!r} keeps {attention}, the model's layers read {mine.attention}")
+            raise ConfigError(
+                "groups", f"{theirs.name!r} keeps {attention}, but the model's layers read {mine.attention}"
+            )
         if theirs.block_size != block_size:
             raise ConfigError("groups", f"{theirs.name!r} has blocks of {theirs.block_size} tokens, not {block_size}")
 

@@ -200,7 +200,9 @@ def _check(where: str, ids: np.ndarray, start: int, tables: Sequence[np.ndarray]
         raise InvalidArgument(where, f"start must not be negative, got {start}")
     for table in tables:
         if len(table) * block_size < start + len(ids):
-            raise InvalidArgument(where, f"block_ids cover {len(table) * block_size} of {start + len(ids)} positions")
+            raise InvalidArgument(
+                where, f"block_ids cover only {len(table) * block_size} of {start + len(ids)} positions"
+            )
     if ids.min() < 0 or any(table.min() < 0 for table in tables):
         raise InvalidArgument(where, "token_ids and block_ids must not be negative")
 

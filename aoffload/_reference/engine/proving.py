@@ -115,7 +115,9 @@ class Probe:
     def of(cls, served: Provable) -> Probe:
         sizes = (min(MOST_TOKENS, served.max_positions), OTHER_TOKENS)
         if sizes[0] < OTHER_TOKENS:
-            raise ConfigError("model", f"has {served.max_positions} positions; its proof takes {OTHER_TOKENS}")
+            raise ConfigError(
+                "model", f"has {served.max_positions} positions, but the check of the model needs {OTHER_TOKENS}"
+            )
         ids = ordinary_ids(served.model, served.vocab_size)
         drawn = torch.randint(len(ids), (sum(sizes),), generator=torch.Generator().manual_seed(1)).tolist()
         tokens = [ids[index] for index in drawn]
@@ -138,7 +140,7 @@ class Probe:
         checked = set()
         for layer, call in calls.items():
             if call.rule is None:
-                raise ConfigError("model", f"layer {layer} takes no mask from transformers' mask functions")
+                raise ConfigError("model", f"layer {layer} does not get its mask from transformers' mask functions")
             window = self.served.places[layer].window
             if (call.rule, window) not in checked:
                 self._check_rule(layer, window, call.rule)
@@ -178,7 +180,7 @@ class Probe:
             if not each.logits.isfinite().all():
                 raise ConfigError("model", "gives logits that are not finite numbers")
             if (each.logits == each.logits[:, :1]).all():
-                raise ConfigError("model", "gives all tokens the same logit, so comparing them proves nothing")
+                raise ConfigError("model", "gives all tokens the same logit, so the engine cannot compare them")
         return found
 
     def _own_run_of(self, tokens: list[int]) -> _Run:
@@ -196,8 +198,8 @@ class Probe:
                 if not error <= tolerance:  # true for NaN, too
                     raise ConfigError(
                         "model",
-                        f"computes something else over paged KV than by itself: {place}, {what}, is off by {error:.2g} "
-                        f"of its size, which is more than rounding ({tolerance:.2g})",
+                        f"computes other values with paged KV than by itself: {place}, {what}, has a relative error of "
+                        f"{error:.2g}, which is more than rounding ({tolerance:.2g})",
                     )
         kv_cache.neg_()
         # In a window of 1, a token reads only itself.
@@ -209,7 +211,9 @@ class Probe:
         }
         if not shown or min(shown.values()) <= tolerance:
             where = min(shown, key=shown.__getitem__, default="all layers")
-            raise ConfigError("model", f"gives the same whatever KV it reads ({where}), so comparing proves nothing")
+            raise ConfigError(
+                "model", f"gives the same values whatever KV it reads ({where}), so the engine cannot check it"
+            )
 
     def _errors(self, number: int, own: Sequence[_Run], kv_cache: torch.Tensor) -> dict[str, torch.Tensor]:
         """Run a slice of both sequences. Returns the error of each token against the model's own forward."""

@@ -99,8 +99,8 @@ class _Mixer:
                     )
                     raise ConfigError(
                         "model",
-                        f"cannot resume from a recurrent state: {what}, tokens {start} to {end - 1} are off by "
-                        f"{error:.2g} of their size, which is more than rounding ({tolerance:.2g})",
+                        f"cannot resume from a recurrent state: {what}, tokens {start} to {end - 1} have a "
+                        f"relative error of {error:.2g}, which is more than rounding ({tolerance:.2g})",
                     )
         for name in ("conv", "recurrent"):
             self._check_that_it_matters(name, whole)
@@ -115,8 +115,8 @@ class _Mixer:
         if not error >= max(CLEAR, 2 * tolerance_of(self.hidden.dtype)):
             raise ConfigError(
                 "model",
-                f"gives nearly the same without the {name} state of layer {self.layer} (off by {error:.2g} of its "
-                "size), so comparing proves nothing",
+                f"gives nearly the same values without the {name} state of layer {self.layer} (relative error "
+                f"{error:.2g}), so the engine cannot check it",
             )
 
     def _ignores_its_state(self, start: int, end: int) -> bool:

@@ -122,13 +122,13 @@ class Slot:
         ids = self._ids(kv_cache, block_ids)
         if self.num_tokens <= 0:
             what = "the initial state" if self.num_tokens == 0 else "the remains of a failed forward"
-            raise InvalidArgument("block_ids", f"would get {what}, which is no checkpoint")
+            raise InvalidArgument("block_ids", f"would receive {what}, which is not a checkpoint")
         rows.index_copy_(0, ids, self.memory.view(len(block_ids), -1))
 
     def load(self, kv_cache: torch.Tensor, block_ids: Sequence[int], num_tokens: int) -> None:
         """Copy the checkpoint of position `num_tokens` from the blocks `block_ids` of `kv_cache`, bit for bit."""
         if num_tokens < 1:
-            raise InvalidArgument("num_tokens", f"must be positive, because a checkpoint is, got {num_tokens}")
+            raise InvalidArgument("num_tokens", f"must be positive for a checkpoint, got {num_tokens}")
         ids = self._ids(kv_cache, block_ids)
         self.memory.view(len(block_ids), -1).copy_(_rows(kv_cache).index_select(0, ids))
         self.num_tokens = num_tokens
@@ -138,7 +138,7 @@ class Slot:
         if len(block_ids) != wanted or len(set(block_ids)) != wanted:
             raise InvalidArgument("block_ids", f"must be {wanted} different blocks, got {list(block_ids)}")
         if not all(0 <= block < len(kv_cache) for block in block_ids):
-            raise InvalidArgument("block_ids", f"must be rows of {len(kv_cache)}, got {list(block_ids)}")
+            raise InvalidArgument("block_ids", f"must be below {len(kv_cache)} and not negative, got {list(block_ids)}")
         return torch.tensor(block_ids, dtype=torch.int64, device=kv_cache.device)
 
 
@@ -175,7 +175,7 @@ class RecurrentSlice(SequenceSlice):
             slot.load(kv_cache, self.resume, self.start)
         if slot.num_tokens != self.start:
             at = "broken" if slot.num_tokens == BROKEN else f"at {slot.num_tokens}"
-            raise InvalidArgument("slices", f"one starts at {self.start}, and its slot is {at}")
+            raise InvalidArgument("slices", f"one starts at token {self.start}, but its slot is {at}")
         slot.num_tokens = BROKEN
 
     def leave(self, kv_cache: torch.Tensor) -> None:
@@ -190,8 +190,8 @@ def recurrent_slices(slices: Sequence[SequenceSlice]) -> list[RecurrentSlice]:
     """The slices of a batch. `InvalidArgument` if one is no `RecurrentSlice`, or if two share a slot."""
     found = [part for part in slices if isinstance(part, RecurrentSlice)]
     if len(found) < len(slices):
-        raise InvalidArgument("slices", "must be RecurrentSlice, because the model has recurrent layers")
+        raise InvalidArgument("slices", "must be RecurrentSlice objects, because the model has recurrent layers")
     slots = [id(part.slot) for part in found if part.slot is not None]
     if len(set(slots)) < len(slots):
-        raise InvalidArgument("slices", "name one slot twice")
+        raise InvalidArgument("slices", "use one slot twice")
     return found

@@ -133,7 +133,9 @@ class TransformersModel:
         if missing:
             raise ConfigError("model", f"layer {min(missing)} does not call transformers' attention interface")
         if len(logits) != batch.num_sequences:
-            raise ConfigError("model", "gives logits of all tokens where those of the last ones are asked for")
+            raise ConfigError(
+                "model", "gives logits of all tokens, although only those of the last tokens are requested"
+            )
         return logits, calls
 
 
@@ -162,22 +164,24 @@ def _attention_function(
     layer: Any = getattr(module, "layer_idx", None)
     place = paged_places.get(layer)
     if place is None:
-        raise ConfigError("model", f"attends in a layer {layer}, which its config does not number")
+        raise ConfigError("model", f"has attention in layer {layer}, which its config does not have")
     if layer in paged_calls:
-        raise ConfigError("model", f"layer {layer} attends twice in a forward, and a block has one place for its KV")
+        raise ConfigError(
+            "model", f"layer {layer} attends twice in a forward, but a block has space for one KV per layer"
+        )
     rule = getattr(attention_mask, "aoffload_rule", None)
     if attention_mask is not None and rule is None:
-        raise ConfigError("model", f"layer {layer} has a mask of its own making")
+        raise ConfigError("model", f"layer {layer} builds its own attention mask")
     paged_calls[layer] = AttentionCall(module, rule)
     if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
         raise ConfigError("model", f"layer {layer} attends to later tokens")
     if others.get("dropout"):
-        raise ConfigError("model", f"layer {layer} drops weights at random: it is in training mode")
+        raise ConfigError("model", f"layer {layer} uses dropout: the model is in training mode")
     for name, argument in others.items():
         if argument is not None and name not in _KNOWN_ARGUMENTS and not name.startswith("output_"):
-            raise ConfigError("model", f"layer {layer} wants {name}, which paged attention doesn't do")
+            raise ConfigError("model", f"layer {layer} uses {name}, which paged attention does not support")
     if sliding_window != place.window:
-        raise ConfigError("model", f"layer {layer} has window {sliding_window}, its config {place.window}")
+        raise ConfigError("model", f"layer {layer} has window {sliding_window}, but its config has {place.window}")
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     wanted = paged_kv_cache.shape[-2:]
     if not key.shape[1:] == value.shape[1:] == wanted:
@@ -222,11 +226,13 @@ def _attention_kinds(text: Any) -> list[AttentionKind]:
         layer_types = ["full_attention" if window is None else "sliding_attention"] * text.num_hidden_layers
     unknown = set(layer_types) - {"full_attention", "sliding_attention"}
     if unknown:
-        raise ConfigError("model", f"has layers of {', '.join(sorted(unknown))}; only full and sliding ones are known")
+        raise ConfigError(
+            "model", f"has layers of {', '.join(sorted(unknown))}; only full and sliding attention are supported"
+        )
     if "sliding_attention" not in layer_types:
         return [FullAttention() for _ in layer_types]
     if window is None:
-        raise ConfigError("model", "has sliding layers and no sliding_window")
+        raise ConfigError("model", "has sliding layers, but no sliding_window")
     return [FullAttention() if kind == "full_attention" else SlidingWindow(window) for kind in layer_types]
 
 

@@ -218,7 +218,11 @@ class Visit:
                 group.cancel_scope.cancel()
 
             group.start_soon(end_after, self._hung_up, HungUp())
-            group.start_soon(end_after, self._admission.wait_ending, unavailable("the server was shut down meanwhile"))
+            group.start_soon(
+                end_after,
+                self._admission.wait_ending,
+                unavailable("the server was shut down before the answer was complete"),
+            )
             group.start_soon(end_after, self._out_of_time, _took_too_long(self._timeout_s))
             try:
                 await work()
@@ -289,7 +293,7 @@ class Answering:
         most = self.service.max_body_bytes
         body = await self.service.admission.readings.read(receive, most)
         if body is None:
-            raise too_long(self.prompt_field, f"the body has more than {most} bytes, so this can't be short enough")
+            raise too_long(self.prompt_field, f"the body is longer than the limit of {most} bytes")
         return self.read(Fields.of_body(body), self.service.limits)
 
     async def _attend(self, wish: Wish, receive: Receive, reply: Reply) -> None:

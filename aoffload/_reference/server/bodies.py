@@ -76,7 +76,9 @@ class Fields:
         value = self._values.get(name)
         if value is not None and not any(_is_same(value, neutral) for neutral in values):
             known = ", ".join(json.dumps(neutral) for neutral in (*values, None))
-            raise bad_field(self._where + name, f"is not supported; only {known} may stand here", "unsupported_value")
+            raise bad_field(
+                self._where + name, f"is not supported; the only accepted values are {known}", "unsupported_value"
+            )
         self._unread.discard(name)
 
     def finish(self) -> None:
@@ -84,7 +86,7 @@ class Fields:
         if self._unread:
             name = min(self._unread)
             shown = name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."
-            raise bad_field(self._where + shown, "is no field of this request", "unknown_field")
+            raise bad_field(self._where + shown, "is not a field of this request", "unknown_field")
 
 
 def text(param: str, value: object) -> str:
@@ -147,7 +149,7 @@ def _is_same(value: object, neutral: object) -> bool:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 _TYPE_NAMES: Mapping[type, str] = {
@@ -261,13 +263,13 @@ class Wish:
         """The maximum length of its answer. `ApiError` naming the field that is too long."""
         left = limits.num_tokens - num_prompt_tokens
         if left < 1:
-            problem = f"has {num_prompt_tokens} tokens; with one of the answer, {limits.num_tokens} fit"
+            problem = f"has {num_prompt_tokens} tokens; prompt and answer together can have {limits.num_tokens}"
             raise too_long(self.prompt_field, problem)
         if self.max_tokens is None:
             return min(self.default_tokens, left)
         if self.max_tokens > left:
-            problem = f"{self.max_tokens} and the {num_prompt_tokens} tokens of the prompt are more than fit"
-            raise too_long(self.max_tokens_field, f"{problem}, which is {limits.num_tokens}")
+            problem = f"{self.max_tokens} and the {num_prompt_tokens} tokens of the prompt exceed the limit"
+            raise too_long(self.max_tokens_field, f"{problem} of {limits.num_tokens} tokens")
         return self.max_tokens
 
 
@@ -347,7 +349,7 @@ def _read_model(fields: Fields, limits: Limits) -> None:
 
 def no_model(name: str, known: str) -> ApiError:
     """404: there is one model, and it has another name."""
-    message = f"model: there is no {name!r:.100} here, only {known!r}"
+    message = f"model: {name!r:.100} does not exist; the model of this server is {known!r}"
     return ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -369,9 +371,11 @@ def _prompt_reader(limits: Limits) -> Reader[Prompt]:
             if len(value) == 1 and isinstance(value[0], str):
                 return _text_prompt(f"{param}[0]", value[0])
             if any(not isinstance(item, int) for item in value[:2]):
-                raise bad_field(param, "must be a string, or an array of token ids: one prompt a request")
+                raise bad_field(param, "must be a string or an array of token ids: a request has one prompt")
             if len(value) >= limits.num_tokens:
-                raise too_long(param, f"has {len(value)} tokens; with one of the answer, {limits.num_tokens} fit")
+                raise too_long(
+                    param, f"has {len(value)} tokens; prompt and answer together can have {limits.num_tokens}"
+                )
             if set(map(type, value)) == {int} and 0 <= min(value) <= max(value) < limits.vocab_size:
                 return TokenPrompt(value)  # saves a call for each id
             return TokenPrompt(items(read_id, most=limits.num_tokens)(param, value))
@@ -465,7 +469,7 @@ def _read_stream_options(fields: Fields, is_streamed: bool) -> bool:
     if options is None:
         return False
     if not is_streamed:
-        raise bad_field("stream_options", "only goes with stream: true")
+        raise bad_field("stream_options", "is only allowed with stream: true")
     has_usage = options.optional("include_usage", boolean, False)
     options.neutral("include_obfuscation", False)
     options.neutral("continuous_usage_stats", False)

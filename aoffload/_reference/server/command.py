@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.num_threads)
     try:
         if options.device == "cuda" and not torch.cuda.is_available():
-            raise InvalidArgument("device", "torch sees no CUDA device here")
+            raise InvalidArgument("device", "torch does not find a CUDA device")
         if options.write_tokenizer is not None:
             _write_tokenizer(options)
         else:
@@ -76,7 +76,8 @@ def _listen(options: ServerOptions) -> None:
         files.enter_context(bounded_logs())
         if options.api_key is None and not is_loopback(options.host):
             print(
-                f"warning: whoever reaches {options.host} may use this server: there is no --api-key", file=sys.stderr
+                f"warning: every client that can reach {options.host} can use this server: set --api-key",
+                file=sys.stderr,
             )
         anyio.run(_serve, options, sock, log)
 

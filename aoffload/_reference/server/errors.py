@@ -68,13 +68,13 @@ def unavailable(message: str) -> ApiError:
 
 def too_many() -> ApiError:
     """429: the server has admitted as many requests as it may."""
-    message = "as many requests are in the server as it takes"
+    message = "the server has reached its limit of requests"
     return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
 
 
 def too_slow() -> ApiError:
     """408: the body is not complete in time."""
-    return ApiError(408, "the body did not come in time", code="timeout")
+    return ApiError(408, "the body did not arrive in time", code="timeout")
 
 
 def internal() -> ApiError:
@@ -88,8 +88,8 @@ def error_of(error: AoffloadError, prompt_field: str) -> ApiError:
         return bad_field(prompt_field if error.argument == "token_ids" else error.argument, error.problem)
     if isinstance(error, OutOfBlocks):
         if error.retryable:
-            return unavailable("there is no room on the device")
-        return too_long(prompt_field, f"never fits on the device: {error}")
+            return unavailable("too few device blocks are free")
+        return too_long(prompt_field, f"can never fit on the device: {error}")
     if isinstance(error, (EngineClosed, RuntimeClosed)):
         return unavailable("the engine is closed")
     logger.error("%s", error, exc_info=error)

@@ -35,7 +35,7 @@ def find_key(option: str | None, file: Path | None, environment: Mapping[str, st
     Raises `InvalidArgument` naming `api_key` or `api_key_file` for a key that no header can carry.
     """
     if option is not None and file is not None:
-        raise InvalidArgument("api_key_file", "give either a key or a file")
+        raise InvalidArgument("api_key_file", "give either a key or a file, not both")
     if file is not None:
         return _checked("api_key_file", _read(file))
     if option is not None:
@@ -54,7 +54,7 @@ def _read(file: Path) -> str:
 
 def _checked(argument: str, key: str) -> str:
     if not key or not all("!" <= character <= "~" for character in key):
-        raise InvalidArgument(argument, "must be visible ASCII characters without spaces, at least one")
+        raise InvalidArgument(argument, "must be one or more visible ASCII characters without spaces")
     return key
 
 
@@ -97,7 +97,7 @@ class Rules:
         assert self.hosts is not None
         name = _name_of(value if header == "origin" else f"//{value}")
         if name is None or not (is_loopback(name) or name in self.hosts):
-            message = f"{header}: {value!r:.100} is no name that this server answers to (option --allow-host)"
+            message = f"{header}: {value!r:.100} is not a host name that this server accepts (option --allow-host)"
             raise ApiError(403, message, code="forbidden")
 
     def _check_key(self, values: list[bytes]) -> None:

@@ -211,14 +211,14 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
-        raise InvalidArgument("host", f"{host!r:.100} can't be listened at: {error}") from error
+        raise InvalidArgument("host", f"cannot listen at {host!r:.100}: {error}") from error
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
     except OSError as error:
         found.close()
         name = "host" if error.errno == errno.EADDRNOTAVAIL else "port"
-        raise InvalidArgument(name, f"{host}:{port} can't be had: {error}") from error
+        raise InvalidArgument(name, f"cannot listen at {host}:{port}: {error}") from error
     return found
 
 

@@ -46,7 +46,7 @@ class NoMetrics:
         """Does nothing."""
 
     def scrape(self) -> tuple[bytes, str]:
-        message = "there are no metrics in this installation: pip install aoffload[metrics]"
+        message = "metrics are not installed: pip install aoffload[metrics]"
         raise ApiError(501, message, kind="server_error", code="no_metrics")
 
 

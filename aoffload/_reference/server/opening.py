@@ -68,7 +68,7 @@ def _new_kv_cache(model: PagedModel, num_rows: int) -> torch.Tensor:
         return model.new_kv_cache(num_rows, BLOCK_SIZE)
     except (MemoryError, RuntimeError) as error:  # the errors of torch
         problem = str(error).partition("\n")[0]
-        raise ConfigError("num_device_blocks", f"{num_rows} blocks can't be had: {problem:.200}") from error
+        raise ConfigError("num_device_blocks", f"{num_rows} blocks cannot be allocated: {problem:.200}") from error
 
 
 def limits_of(options: ServerOptions, model: PagedModel) -> Limits:
@@ -80,9 +80,9 @@ def limits_of(options: ServerOptions, model: PagedModel) -> Limits:
     room = DEVICE_TOKENS if blocks is None else blocks // len(model.groups) * BLOCK_SIZE
     most = min(model.max_positions, room)
     if most < 2:
-        raise InvalidArgument("device_blocks", "is too few: no prompt and answer fit")
+        raise InvalidArgument("device_blocks", "is too small for a prompt and an answer")
     if options.max_tokens is not None and options.max_tokens > most:
-        raise InvalidArgument("max_tokens", f"{options.max_tokens} is more than the {most} that there is room for")
+        raise InvalidArgument("max_tokens", f"{options.max_tokens} is more than the {most} tokens that fit")
     if options.max_reading_bytes < options.max_body_bytes:
         raise InvalidArgument("max_reading_bytes", f"is less than one body of {options.max_body_bytes} bytes")
     return Limits(_served_name(options), model.vocab_size, options.max_tokens or most, options.requires_salt)

@@ -245,7 +245,7 @@ class PretrainedTokenizer:
         try:
             return list(self._tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False))
         except TemplateError as error:
-            raise bad_field("messages", f"this model's chat template refuses them: {error!s:.200}") from error
+            raise bad_field("messages", f"this model's chat template does not accept them: {error!s:.200}") from error
 
     def speller(self) -> Speller:
         """See `Tokenizer`."""

@@ -225,9 +225,9 @@ _locks = _Locks()
 def _check_owner(path: Path) -> None:
     found = path.stat()
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError("path", f"{path} is no directory")
+        raise ConfigError("path", f"{path} is not a directory")
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & _OTHERS:
-        raise ConfigError("path", f"{path} must be this user's alone: chown it, and chmod it to 0700")
+        raise ConfigError("path", f"{path} must be accessible to this user only: chown it, and chmod it to 0700")
 
 
 def check_directory(path: str | os.PathLike[str], num_bytes: int) -> None:
@@ -240,7 +240,7 @@ def check_directory(path: str | os.PathLike[str], num_bytes: int) -> None:
             _check_owner(folder)
             own_bytes = sum(each.stat().st_blocks * BYTES_OF_BLOCKS for each in folder.iterdir() if each.is_file())
         elif not folder.is_dir():
-            raise ConfigError("path", f"{wanted} cannot be made, because {folder} is no directory")
+            raise ConfigError("path", f"{wanted} cannot be made, because {folder} is not a directory")
         if not os.access(folder, os.W_OK | os.X_OK):
             raise ConfigError("path", f"{folder} cannot be written by this user: chown it, or name another directory")
         found = os.statvfs(folder)
@@ -248,8 +248,8 @@ def check_directory(path: str | os.PathLike[str], num_bytes: int) -> None:
         raise ConfigError("path", f"{wanted} cannot be used: {error.strerror or error}") from error
     free_bytes = found.f_bavail * found.f_frsize + own_bytes
     if num_bytes > free_bytes:
-        problem = f"is {num_bytes:,} bytes, and the disk of {wanted} has {free_bytes:,} bytes free"
-        raise ConfigError("size", f"{problem}. Give less, or free space")
+        problem = f"is {num_bytes:,} bytes, but the disk of {wanted} has {free_bytes:,} bytes free"
+        raise ConfigError("size", f"{problem}. Set a smaller size, or free space")
 
 
 BYTES_OF_BLOCKS = 512

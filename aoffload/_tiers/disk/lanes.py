@@ -123,7 +123,7 @@ class LocalDisk:
         stored, and its sum is recorded again after it was read back.
         """
         if self._layout is None:
-            raise WrongState("the disk does not know its layout: a runtime says it before it opens the transport")
+            raise WrongState("the disk has no layout yet: a runtime sets it before it opens the transport")
         open_slots = partial(
             DiskSlots.open, layout=self._layout, host=host, size_bytes=self.tier.size_bytes,
             fingerprint=self._fingerprint, draw_generation=lambda: env.random.getrandbits(63),
@@ -145,7 +145,7 @@ class LocalDisk:
         """Have a thread run the job. `TransferRefused` after closing, if the files must not be used any more, or if a
         store has no labels."""
         if plan.direction is Direction.STORE and not isinstance(plan.payload, DiskPayload):
-            raise TransferRefused(f"job {plan.job_id}: {plan.payload!r} is no payload of a store to the disk")
+            raise TransferRefused(f"job {plan.job_id}: {plan.payload!r} is not the payload of a store to the disk")
         with self._turn:
             if self._refusal:
                 raise TransferRefused(self._refusal)

@@ -270,7 +270,9 @@ class DiskWork(TierWork):
             await ended.wait()
         problem = problems[0] if problems else f"not over within {timeout_s:g} s"
         if problem:
-            raise TransferRefused(f"a reset did not reach the disk, and a restart may find what was there: {problem}")
+            raise TransferRefused(
+                f"a reset did not reach the disk, so a restart may find blocks from before: {problem}"
+            )
 
     # -- the end --------------------------------------------------------------------------------------------------
 

@@ -116,7 +116,9 @@ class DiskSlots:
             except OSError as error:
                 problem = error.strerror or str(error)
                 if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise ConfigError("size", f"{size_bytes} bytes cannot be had on this disk: {problem}") from error
+                    raise ConfigError(
+                        "size", f"{size_bytes} bytes cannot be allocated on this disk: {problem}"
+                    ) from error
                 raise ConfigError("path", f"cannot be used: {problem}") from error
 
     @classmethod
@@ -155,14 +157,14 @@ class DiskSlots:
         found = _plain(slots), _plain(host_ids)
         for name, ids, stop in zip(("slots", "host_ids"), found, (self.num_slots, self._slab.num_host), strict=True):
             if len(ids) != len(found[0]):
-                raise InvalidArgument(name, f"must be as many as the slots, {len(found[0])}, got {len(ids)}")
+                raise InvalidArgument(name, f"must have one id for each slot, {len(found[0])}, got {len(ids)}")
             if ids and not 0 <= min(ids) <= max(ids) < stop:
                 raise InvalidArgument(name, f"must be in [0, {stop}), got {min(ids)} to {max(ids)}")
         return found
 
     def _check_labels(self, labels: Sequence[BlockLabel | None], num_blocks: int) -> None:
         if len(labels) != num_blocks:
-            raise InvalidArgument("labels", f"must be as many as the slots, {num_blocks}, got {len(labels)}")
+            raise InvalidArgument("labels", f"must have one label for each slot, {num_blocks}, got {len(labels)}")
         for label in labels:
             if label is not None:
                 self._table.form.check(label)

@@ -181,7 +181,7 @@ class RecordFormat:
         if label.position:
             _check_digest("before", label.before)
         if len(label.tokens) != self.token_bytes or (label.before and not label.position):
-            raise InvalidArgument("labels", f"is no label of a unit of {self.token_bytes // TOKEN_BYTES} tokens")
+            raise InvalidArgument("labels", f"is not a label of a unit of {self.token_bytes // TOKEN_BYTES} tokens")
         check_int("labels", label.position, 0, 2**32 - 1)
 
     def zeros(self, num_records: int) -> bytes:

@@ -49,7 +49,7 @@ class RemoteExtension(LedgerExtension):
         self._ledger = ledger
         if ledger.layout.partial:
             others = "windows" if ledger.layout.windows else "a recurrent state"
-            raise ConfigError("remote", f"keeps full attention only: these groups have {others}")
+            raise ConfigError("remote", f"supports full attention only: these groups have {others}")
         self.cell_units = cell_units(ledger.block_bytes * ledger.layout.width, self._tier.max_cell_bytes)
         """Number of units in a cell: see `cells_of`."""
         self._check_size()

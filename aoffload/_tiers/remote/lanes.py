@@ -203,13 +203,13 @@ class RemoteLanes:
         cell."""
         label = plan.payload
         if not isinstance(label, CellLabel) or not self.cells.is_cell(label):
-            raise TransferRefused(f"job {plan.job_id}: {label!r} is no cell of this tier")
+            raise TransferRefused(f"job {plan.job_id}: {label!r} is not a cell of this tier")
         positions = plan.source_ids if plan.direction is Direction.LOAD else plan.destination_ids
         first, num_blocks = positions[0] if positions else 0, self.cells.shape.num_blocks
         if list(positions) != list(range(first, first + plan.num_blocks)) or first + plan.num_blocks > num_blocks:
             raise TransferRefused(f"job {plan.job_id}: {list(positions)} are not blocks of a cell, in their order")
         if plan.direction is Direction.STORE and plan.num_blocks != num_blocks:
-            raise TransferRefused(f"job {plan.job_id}: {plan.num_blocks} of {num_blocks} blocks are no whole cell")
+            raise TransferRefused(f"job {plan.job_id}: {plan.num_blocks} of {num_blocks} blocks are not a whole cell")
         name = self.calls.name(label)
         job = CellJob(plan, label, name, self.calls.node_of(name))
         with self._lock:
@@ -274,7 +274,7 @@ class RemoteLanes:
     def _loaded(self, job: CellJob) -> Steps[Ended]:
         now = self._env.now()
         if self.removals.holds(job.label) or self.memory.of(job.label, now) is Known.CORRUPT:
-            return failed("the cell in the store is not right")
+            return failed("the cell in the store is corrupt or invalidated")
         found = yield from self.calls.get(job.node, job.name, self._tier.load_timeout_s)
         if found is None:
             self.memory.note(job.label, Known.ABSENT, self._env.now())
@@ -287,14 +287,14 @@ class RemoteLanes:
             self.memory.note(job.label, Known.CORRUPT, self._env.now())
             with self._lock:
                 self.num_corrupt += 1
-            return failed("what the store has is not this cell")
+            return failed("the object in the store is not this cell")
         number = self.cells.number_of(found)
         if number is not None and self.removals.has_revoked(job.label, number):
             with self._lock:
                 self.num_corrupt += 1
             self.removals.add([job.label])  # the put of this object arrived after the removal
             self._stores.look_again()
-            return failed("what the store has was invalidated")
+            return failed("the cell in the store was invalidated")
         self.memory.note_seen(job.label, True, self._env.now())
         first = job.plan.source_ids[0] if job.plan.source_ids else 0
         if not job.unless_given_up(lambda: self._host.copy_in(job.plan, blocks[first:])):
@@ -386,7 +386,7 @@ class RemoteLanes:
             return failed("given up before it was begun")
         if not job.is_begun:
             self.calls.nodes[use].refused(job.node)
-            return Ended(Outcome.REFUSED, error=f"{job.node or 'the store'} is left alone for now")
+            return Ended(Outcome.REFUSED, error=f"{job.node or 'the store'} is suspended after failures")
         try:
             return (yield from (self._stored(job) if use is Use.STORE else self._loaded(job)))
         except StoreError as error:
@@ -448,7 +448,7 @@ class LaneRemote:
 
     def _known_shape(self) -> CellShape:
         if self._shape is None:
-            raise WrongState("the remote tier does not know its layout: a runtime says it before opening")
+            raise WrongState("the remote tier has no layout yet: a runtime sets it before opening")
         return self._shape
 
     @property

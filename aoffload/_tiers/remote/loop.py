@@ -94,7 +94,7 @@ class RemoteWork(TierWork):
         """A reset of all tiers: stop asking, loading and storing, because others use the cells of the store."""
         if tier is None and self.is_on:
             self.is_on = False
-            self.telemetry.remote_turned_off("a reset: the cells of the store under this namespace are from before it")
+            self.telemetry.remote_turned_off("a reset: the store still has cells from before it under this namespace")
 
     def invalidate(self) -> None:
         self.store_more()  # removes the cells, too

@@ -171,5 +171,5 @@ def anonymous_memory(num_blocks: int, block_bytes: int, *advice: str) -> NDArray
 def host_size(num_blocks: int, block_bytes: int) -> int:
     """Bytes of a host pool. `ConfigError` if the size is impossible."""
     if num_blocks < 0 or num_blocks * block_bytes >= 2**60:
-        raise ConfigError("num_host_blocks", f"{num_blocks} blocks of {block_bytes} bytes is no possible size")
+        raise ConfigError("num_host_blocks", f"{num_blocks} blocks of {block_bytes} bytes is not a possible size")
     return num_blocks * block_bytes

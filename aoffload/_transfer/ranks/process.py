@@ -193,7 +193,7 @@ class ProcessRank:
             while (frame := self._channel.receive()) is not None:
                 self._take(frame)
         except WireError as error:
-            reason = f"it sent no frame: {error}"
+            reason = f"it sent an invalid frame: {error}"
         finally:
             self._end(reason)
 
@@ -209,7 +209,7 @@ class ProcessRank:
             self._error = frame if isinstance(frame, Refused) else None
             self._answered.set()
         else:
-            raise WireError(f"a rank does not say {type(frame).__name__}")
+            raise WireError(f"a rank does not send {type(frame).__name__}")
 
     def _end(self, reason: str) -> None:
         """Make sure that the process is gone, which proves its copies over, and then report the rank as lost."""

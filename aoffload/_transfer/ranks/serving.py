@@ -119,7 +119,7 @@ class _Server:
                     self._channel.send(Closed(self._local.join(frame.timeout_s)))
                     return True
                 if type(frame) not in self._handlers:
-                    raise WireError(f"{type(frame).__name__} is no command")
+                    raise WireError(f"{type(frame).__name__} is not a command")
                 self._handlers[type(frame)](frame)
         except WireError:
             return False  # the peer does not speak the protocol: end

@@ -145,7 +145,7 @@ class RankFence:
 
     def synchronize(self) -> None:
         """`WrongState`: only a rank can wait for it."""
-        raise WrongState(f"fence {self.number} is recorded on the ranks' devices; nobody can wait for it here")
+        raise WrongState(f"fence {self.number} is recorded on the ranks' devices: only a rank can wait for it")
 
 
 class RankTransport:

@@ -187,7 +187,7 @@ class _Reader:
 
     def choice(self, among: tuple[Any, ...], index: int) -> Any:
         if index >= len(among):
-            raise WireError(f"{index} is none of {among}")
+            raise WireError(f"{index} is not an index of {among}")
         return among[index]
 
     def end(self) -> None:
@@ -204,7 +204,7 @@ class _Reader:
 
 def _not_negative(seconds: float) -> float:
     if not 0 <= seconds < float("inf"):
-        raise WireError(f"{seconds} is no number of seconds")
+        raise WireError(f"{seconds} is not a number of seconds")
     return seconds
 
 
@@ -254,7 +254,7 @@ def _read_completed(reader: _Reader) -> Completed:
     job_id, outcome, num_landed, num_bytes, duration_s = reader.take(_COMPLETION)
     corrupt = tuple(reader.ids(reader.one(_COUNT)))
     if corrupt and min(corrupt) < 0:
-        raise WireError(f"{min(corrupt)} is no index of a plan")
+        raise WireError(f"{min(corrupt)} is not an index of a plan")
     completion = Completion(
         job_id, reader.choice(_OUTCOMES, outcome), num_landed, corrupt,
         reader.text(), num_bytes, _not_negative(duration_s),
@@ -326,9 +326,9 @@ def decode(data: bytes) -> Frame:
     reader = _Reader(data)
     version, number = reader.take(_HEADER)
     if version != VERSION:
-        raise WireError(f"version {version} was sent, version {VERSION} is spoken here")
+        raise WireError(f"the frame has version {version}, but this process uses version {VERSION}")
     if number not in _KINDS:
-        raise WireError(f"{number} is no kind of frame")
+        raise WireError(f"{number} is not a kind of frame")
     frame = _KINDS[number].read(reader)
     reader.end()
     return frame

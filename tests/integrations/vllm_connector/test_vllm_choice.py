@@ -48,7 +48,7 @@ def test_what_is_computed_sooner_is_not_loaded(measured: Callable[..., SmallEngi
     request = Request("third", TEXT)
     assert [ask(engine, request) for _ in range(3)] == [(0, False)] * 3
     assert counted(engine, "declined_loads") == 1 and engine.connector.ledger.statistics().host.num_pinned == 0
-    assert "computes 28 tokens that the host has" in engine.connector.ledger.explain()
+    assert "computes 28 tokens of its host hit" in engine.connector.ledger.explain()
     engine.run(request)
     assert counted(engine, "copied_blocks|load|host") == 7 and not engine.connector.ledger.reports.declined
 

@@ -334,11 +334,11 @@ def test_a_disk_takes_one_rank_of_one_engine() -> None:
     described = kv_cache_config(24)
     extra: dict[str, Any] = {"disk": {"path": "/nowhere", "size": "1MiB"}, "namespace": "w"}
     with vllm_importable():
-        with pytest.raises(ConfigError, match=r"disk: takes one rank, and there are 2"):
+        with pytest.raises(ConfigError, match=r"disk: supports one rank, but there are 2"):
             AoffloadConnector(vllm_config(2, **extra), KVConnectorRole.SCHEDULER, described)
         several = vllm_config(**extra)
         several.parallel_config.data_parallel_size = 2
-        with pytest.raises(ConfigError, match=r"disk: takes one engine"):
+        with pytest.raises(ConfigError, match=r"disk: supports one engine"):
             AoffloadConnector(several, KVConnectorRole.SCHEDULER, described)
 
 
@@ -346,7 +346,7 @@ def test_a_disk_takes_one_rank_of_one_engine() -> None:
     ("extra", "problem"),
     [
         ({"disk": {"path": "/x", "size": "1MiB"}}, "namespace: is needed with disk"),
-        ({"disk": {"path": "/x", "size": "1MiB"}, "namespace": 3}, "namespace: must be text"),
+        ({"disk": {"path": "/x", "size": "1MiB"}, "namespace": 3}, "namespace: must be a string"),
         ({"disk": {"path": "/x"}, "namespace": "w"}, r"disk\.size: is missing"),
         ({"disk": "/x", "namespace": "w"}, "disk: must be a table"),
         ({"disk": {"path": "/x", "size": "much"}, "namespace": "w"}, r"disk\.size"),
@@ -382,7 +382,7 @@ def test_a_transport_without_the_disk_is_refused(disk: Callable[..., SmallEngine
         from aoffload.transport import LocalTransport
 
         patch.setattr(AoffloadConnector, "make_transport", lambda self, regions: LocalTransport(regions))
-        with pytest.raises(ConfigError, match="disk: must be that of the transport"):
+        with pytest.raises(ConfigError, match="disk: must be the same in the transport"):
             disk()
 
 

@@ -87,7 +87,7 @@ def test_ranks_that_share_a_block() -> None:
 @pytest.mark.parametrize(
     ("specs", "options", "reason"),
     [
-        ((FULL,), {"ids": ()}, "no KV cache whose blocks"),
+        ((FULL,), {"ids": ()}, "no KV cache that supports prefix caching"),
         ((FULL, spec("CrossAttention")), {}, "group 1 has the kind cross_attention"),
     ],
 )

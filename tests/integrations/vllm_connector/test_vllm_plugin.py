@@ -212,7 +212,7 @@ def test_another_version_of_vllm_is_named(tmp_path: Path, lacks: str) -> None:
         "except UnsupportedVersion as error: assert not isinstance(error, MissingExtra); print(error.version, error)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.startswith("0.31.0 AoffloadConnector does not go with vllm 0.31.0, which has no "), done.stderr
+    assert done.stdout.startswith("0.31.0 AoffloadConnector does not work with vllm 0.31.0, which has no "), done.stderr
     assert lacks in done.stdout and done.stdout.endswith(f"install {SUPPORTED}\n")
 
 

@@ -117,7 +117,7 @@ def test_more_host_memory_than_the_machine_has_is_refused(monkeypatch: pytest.Mo
     """Linux would promise it at the start, and kill the engine when it is used. A container may have less than its
     machine."""
     found = refused(num_host_blocks=None, **{key: "1024TiB"})
-    assert found.argument == key and found.problem.endswith("Give less, and use a `disk` for the rest")
+    assert found.argument == key and found.problem.endswith("Set a smaller size, and use `disk` for the rest")
     monkeypatch.setattr(refusals, "memory_limit", lambda: SimpleNamespace(limit_bytes=2**20))
     assert refused(num_host_blocks=None, **{key: 2**20}).argument == key
     VllmConfig(vllm_config(num_host_blocks=None, **{key: 2**20 - 1}))
@@ -140,7 +140,11 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     the configuration is only checked."""
     (tmp_path / "file").touch()
     (tmp_path / "open").mkdir(mode=0o755)
-    for name, problem in (("file", "is no directory"), ("file/kv", "is no directory"), ("open", "chmod it to 0700")):
+    for name, problem in (
+        ("file", "is not a directory"),
+        ("file/kv", "is not a directory"),
+        ("open", "chmod it to 0700"),
+    ):
         found = refused(**disk_at(tmp_path / name))
         assert found.argument == "path" and problem in found.problem
     VllmConfig(vllm_config(**disk_at(tmp_path / "new" / "kv")))
@@ -159,7 +163,7 @@ def test_a_directory_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: py
 def test_a_disk_without_the_space_is_refused(tmp_path: Path) -> None:
     """The files of an earlier engine count as free, because this one takes them over."""
     found = refused(**disk_at(tmp_path / "kv", size="1024TiB"))
-    assert found.argument == "size" and found.problem.endswith("Give less, or free space")
+    assert found.argument == "size" and found.problem.endswith("Set a smaller size, or free space")
 
 
 def test_space_that_the_directory_has_already_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

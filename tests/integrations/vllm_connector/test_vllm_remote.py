@@ -316,7 +316,7 @@ def test_the_speed_is_that_of_steps_that_overlap() -> None:
         ({"remote": {"url": "ftp://h"}, "namespace": "w"}, r"remote\.url: must begin with"),
         ({"remote": {}, "namespace": "w"}, r"remote\.url: is missing"),
         ({"remote": {"url": "redis://h", "secret_file": "/nowhere"}, "namespace": "w"}, r"remote\.secret_file"),
-        ({"remote": {"url": "redis://h"}, "namespace": "w", "num_ranks": 2}, "remote: takes one rank"),
+        ({"remote": {"url": "redis://h"}, "namespace": "w", "num_ranks": 2}, "remote: supports one rank"),
     ],
 )
 def test_a_wrong_store_is_an_error_that_names_the_key(extra: dict[str, Any], problem: str) -> None:

@@ -20,13 +20,15 @@ def made(num_ranks: int = 1, **extra: object) -> OffloadConfig:
 @pytest.mark.parametrize(("key", "meant"), [("disks", "disk"), ("event_medium", "event_media")])
 def test_the_error_for_a_key_with_a_typo_names_the_key_that_was_meant(key: str, meant: str) -> None:
     """The list of all keys is too long to find it there."""
-    with pytest.raises(ConfigError, match=rf"is no key of kv_connector_extra_config\. Did you mean {meant}\? The keys"):
+    with pytest.raises(
+        ConfigError, match=rf"is not a key of kv_connector_extra_config\. Did you mean {meant}\? The keys"
+    ):
         made(host_bytes="1GiB", **{key: 1})
 
 
 def test_an_unknown_key_is_named() -> None:
     """A typing error never means the default."""
-    with pytest.raises(ConfigError, match="num_cpu_blocks: is no key") as caught:
+    with pytest.raises(ConfigError, match="num_cpu_blocks: is not a key") as caught:
         made(host_bytes="1GiB", num_cpu_blocks=3)
     assert caught.value.argument == "num_cpu_blocks"
     assert all(key in str(caught.value) for key in KEYS)

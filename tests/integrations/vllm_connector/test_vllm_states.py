@@ -136,7 +136,7 @@ DRAFTS = SimpleNamespace(num_ahead=0, use_eagle=lambda: False, draft_model_confi
 def test_what_cannot_work_with_states_is_refused_before_the_weights(config: Any, argument: str) -> None:
     """By the name of the option, with a way out."""
     VllmConfig(recurrent())
-    with pytest.raises(ConfigError, match=r"Start with|Use a") as caught:
+    with pytest.raises(ConfigError, match=r"Start with|Use `") as caught:
         VllmConfig(config)
     assert caught.value.argument == argument
 

@@ -192,7 +192,7 @@ def test_a_worker_that_is_not_found_is_said(monkeypatch: pytest.MonkeyPatch, war
     monkeypatch.setattr(worker_weights._log, "warning", lambda text, *values: said.append(text % values))
     monkeypatch.setattr(worker_weights, "calling_worker", lambda: None)
     engine = warm(can_sleep=True)
-    assert said == ["aoffload: cannot see the weights of the model: sleep empties the cache"]
+    assert said == ["aoffload: cannot see the weights of the model, so sleep empties the cache"]
     engine.sleep()
     engine.wake_up()
     assert num_loaded(engine) == 0

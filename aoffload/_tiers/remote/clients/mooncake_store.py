@@ -44,7 +44,7 @@ class MooncakeStore:
         where = texts["local_hostname"], texts["metadata_server"]
         code = client.setup(*where, *sizes, texts["protocol"], texts["rdma_devices"], texts["master"])
         if code:
-            raise StoreError(f"Mooncake Store at {master} was not set up: code {code}")
+            raise StoreError(f"the setup of Mooncake Store at {master} failed: code {code}")
         return cls(client)
 
     def __repr__(self) -> str:
@@ -56,7 +56,7 @@ class MooncakeStore:
     def exist(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
         found = self._client.batch_is_exist([_name(key) for key in keys]) if keys else []
         if any(code < 0 for code in found):
-            raise StoreError(f"Mooncake Store does not say what exists: {min(found)}")
+            raise StoreError(f"Mooncake Store failed to check which objects exist: code {min(found)}")
         return [code == 1 for code in found]
 
     def get(self, key: bytes, timeout_s: float) -> bytes | None:
@@ -67,14 +67,14 @@ class MooncakeStore:
     def put(self, key: bytes, value: memoryview, timeout_s: float) -> None:
         code = self._client.put(_name(key), value)
         if code:
-            raise StoreError(f"Mooncake Store has not stored an object of {len(value)} bytes: code {code}")
+            raise StoreError(f"Mooncake Store failed to store an object of {len(value)} bytes: code {code}")
 
     def remove(self, key: bytes, timeout_s: float) -> None:
         """Removes the object even while other clients read it. That is safe, because a reader verifies each object."""
         name = _name(key)
         code = self._client.remove(name, True)
         if code and self._client.batch_is_exist([name]) != [0]:
-            raise StoreError(f"Mooncake Store has not removed an object: code {code}")
+            raise StoreError(f"Mooncake Store failed to remove an object: code {code}")
 
     def close(self) -> None:
         """Does nothing. The owner of the client closes it, because closing ends the reads of other machines from this

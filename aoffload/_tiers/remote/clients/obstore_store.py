@@ -50,7 +50,7 @@ class ObstoreStore:
         try:
             store = obstore.store.from_url(url, **options)
         except (obstore.exceptions.BaseError, OSError, ValueError, TypeError) as error:
-            raise ConfigError("url", f"is no {scheme} URL that obstore takes: {error}") from error
+            raise ConfigError("url", f"is not a {scheme} URL that obstore accepts: {error}") from error
         return cls(store, prefix=prefix)
 
     def __repr__(self) -> str:
@@ -68,7 +68,7 @@ class ObstoreStore:
         for each in unanswered:
             each.cancel()
         if unanswered:
-            raise StoreError(f"{len(unanswered)} of {len(keys)} questions took longer than {timeout_s} s")
+            raise StoreError(f"{len(unanswered)} of {len(keys)} existence checks took longer than {timeout_s} s")
         return [each.result() for each in asked]
 
     def get(self, key: bytes, timeout_s: float) -> memoryview | None:

@@ -48,7 +48,7 @@ class RedisLibrary:
         except Exception as error:
             scheme = str(url).partition(":")[0]  # never show the whole URL: it may have a password
             raise ConfigError(
-                "url", f"is no URL of a Redis server (redis, rediss or unix), got {scheme}:..."
+                "url", f"is not a URL of a Redis server (redis, rediss or unix), got {scheme}:..."
             ) from error
         return pool.connection_class, dict(pool.connection_kwargs)
 
@@ -371,5 +371,5 @@ class RedisClusterStore:
                     name = self._node(host.decode() if host else asked_host, int(port)).name
                 slots[first : last + 1] = [name] * (last + 1 - first)
         except (TypeError, ValueError, AttributeError) as error:
-            raise StoreError(f"what CLUSTER SLOTS answers is not understood: {error}") from error
+            raise StoreError(f"the answer to CLUSTER SLOTS is not valid: {error}") from error
         self._slots = slots[:NUM_SLOTS]

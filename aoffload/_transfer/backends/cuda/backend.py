@@ -46,7 +46,7 @@ def best_driver(regions: tuple[KVRegion, ...]) -> CudaDriver:
     except ImportError:
         return TorchDriver(regions)
     except CudaError as error:
-        warnings.warn(f"copies will be slow: torch makes them, because of {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"copies will be slow, because torch makes them: {error}", RuntimeWarning, stacklevel=2)
         return TorchDriver(regions)
 
 
@@ -157,7 +157,9 @@ class CudaBackend(RegionBackend):
 
     def open(self, num_host_blocks: int) -> None:
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-            problem = "CUDA_DEVICE_MAX_CONNECTIONS=1 puts copies and compute into one queue: they wait in turn"
+            problem = (
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 puts copies and compute into one queue, so they wait for each other"
+            )
             warnings.warn(f"copies will be slow: {problem}", RuntimeWarning, stacklevel=2)
         with self.driver.bound():
             self._lanes = {direction: Lane(self.driver.create_stream()) for direction in Direction}
@@ -192,7 +194,7 @@ class CudaBackend(RegionBackend):
                 lane.kernel = None
             for direction in Direction:
                 self.settle(direction)
-            problem = f"the copy engine copies small pieces, too, because the kernel for them cannot be used: {error!r}"
+            problem = f"the copy engine also copies small pieces, because their kernel cannot be used: {error!r}"
             warnings.warn(f"copies will be slow: {problem}", RuntimeWarning, stacklevel=3)
             return BreakEven(0, 0)
         return self.options.break_even

@@ -60,7 +60,7 @@ class NvidiaDriver:
             self._cuda: ModuleType = importlib.import_module("cuda.bindings.driver")
             version = str(importlib.import_module("cuda.bindings").__version__)
         if version.startswith(HOLD_THE_LOCK):
-            problem = f"{version} holds the interpreter's lock in every call, so the event loop stops: 12.9.1 does not"
+            problem = f"{version} holds the GIL in every call, which blocks the event loop: install 12.9.1"
             raise CudaError("cuda-bindings", problem)
         try:
             self._ask("cuInit", 0)
@@ -209,7 +209,7 @@ class NvidiaDriver:
         """Copy one by one from now on. A driver may refuse a piece in a batch that it copies alone, such as one that
         crosses from one physical allocation of a tensor into the next."""
         self._call_batch = None
-        problem = f"{self!r}: the driver refused a batch of copies as invalid, and is given them one by one from now on"
+        problem = f"{self!r}: the driver refused a batch of copies as invalid, so each copy is a separate call now"
         warnings.warn(f"copies will be slow: {problem}", RuntimeWarning, stacklevel=2)
 
     def _batch_call(self) -> Callable[..., int] | None:

@@ -138,7 +138,7 @@ NUM_THREADS = 8
 ALIGNMENT = 2 * 2**20
 """Pieces end at the end of huge pages, so that no page belongs to two of them."""
 
-_ADVICE = "a smaller pool (num_host_blocks, host_bytes) may fit; physical memory is the bound, and `ulimit -l` is none"
+_ADVICE = "a smaller pool (num_host_blocks, host_bytes) may fit; the limit is physical memory, not `ulimit -l`"
 
 
 class HostMemoryError(ConfigError):
