@@ -35,7 +35,7 @@ _USES = {"ask": "questions", "load": "loads", "store": "stores"}
 _TELLING = ("source", "destination", "num_jobs", "num_quarantined", "num_quarantined_jobs", "reason", "error")
 """Fields of alarms that have no words of their own."""
 _LIMITS = {"ceiling": "its ceiling", "daily_writes": "its daily writes"}
-_ORDERS = {"lru": "the last use", "learned": "what was learned"}
+_ORDERS = {"lru": "LRU", "learned": "the learned order"}
 
 
 def sentence(event: Event, *, is_engine_owned: bool = False) -> str:
@@ -122,7 +122,7 @@ def _completed(event: Event) -> str:
 
 def _failed(event: Event) -> str:
     if event.fields.get("outcome") == Outcome.REFUSED.value:
-        return f"{_job(event)}: not begun, {plain(str(event.fields.get('error') or 'it is left alone'))}"
+        return f"{_job(event)}: not begun, {plain(str(event.fields.get('error') or 'the tier is suspended'))}"
     return f"{_job(event)}: FAILED, {plain(str(event.fields.get('error') or 'no error given'))}"
 
 
@@ -155,11 +155,11 @@ def _declined(event: Event) -> str:
 def _declined_load(event: Event) -> str:
     load, compute = (duration(event.seconds(name)) for name in ("load_s", "compute_s"))
     tokens = counted(event.count("num_tokens"), "token")
-    return f"computes {tokens} that the host has: its first token in about {compute}, with the load in {load}"
+    return f"computes {tokens} of a host hit: its first token comes in about {compute}, and with the load in {load}"
 
 
 def _skipped_fetch(event: Event) -> str:
-    return f"does without what {_STORAGE.get(event.text('tier'), 'a tier')} may have: it fails, and is left alone"
+    return f"fetches nothing from {_STORAGE.get(event.text('tier'), 'a tier')}, which is suspended after failures"
 
 
 def storage(event: Event) -> str:
@@ -172,7 +172,7 @@ def _left_alone(event: Event) -> str:
     times, for_s = counted(event.count("num_failures"), "time"), duration(event.seconds("for_s"))
     refused = event.count("num_refused")
     since = f", {counted(refused, 'job')} refused so far" if refused else ""
-    failed = f"failed {times} in a row, left alone for {for_s}{since}: {event.fields.get('error') or 'no error given'}"
+    failed = f"failed {times} in a row, suspended for {for_s}{since}: {event.fields.get('error') or 'no error given'}"
     return plain(f"{storage(event)}: {failed}")
 
 
@@ -189,8 +189,8 @@ def ruling(event: Event) -> str:
 
 def _switched(event: Event) -> str:
     learned, lru = event.seconds("learned_hits"), event.seconds("lru_hits")
-    hits = f"{learned:,.0f} by what was learned, {lru:,.0f} by the last use"
-    return f"{ruling(event)} from now on: hits of the guard's caches lately {hits}"
+    hits = f"{learned:,.0f} by the learned order, {lru:,.0f} by LRU"
+    return f"{ruling(event)} from now on: recent hits of the guard's caches: {hits}"
 
 
 def _weights(event: Event) -> str:
@@ -234,12 +234,12 @@ def _early(event: Event) -> str:
 
 def _refused(event: Event) -> str:
     needed, there = counted(event.count("num_needed"), "block"), event.count("num_available")
-    return f"asked for more room and was refused: {needed} needed, {there:,} to be had"
+    return f"asked for more blocks and was refused: {needed} needed, {there:,} available"
 
 
 def _slow_wait(event: Event) -> str:
     wanted = f"{counted(event.count('num_blocks'), 'block')} for {duration(event.seconds('waited_s'))}"
-    return f"WAITS LONG for {wanted}, held by {plain('; '.join(event.texts('holders')) or 'nobody')}"
+    return f"WAITS LONG for {wanted}, held by {plain('; '.join(event.texts('holders')) or 'nothing')}"
 
 
 def _slow_step(event: Event) -> str:

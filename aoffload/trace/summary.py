@@ -79,12 +79,12 @@ def _requests(figures: Figures) -> list[str]:
             f"{share(found, prompt)} found on the device, {share(host, prompt)} in host memory"
         )
     if num_refused := figures.refusals.total:
-        lines.append(f"  {counted(num_refused, 'extension')} refused: no room")
+        lines.append(f"  {counted(num_refused, 'extension')} refused: too few free blocks")
     for what, several in (("load", "loads"), ("fetch", "fetches")):
         if number := figures.declines.count(what):
-            lines.append(f"  {counted(number, what, several)} declined: computing was sooner")
+            lines.append(f"  {counted(number, what, several)} declined: computing was faster")
     for tier, number in figures.skipped_fetches.highest_first():
-        lines.append(f"  {counted(number, 'fetch', 'fetches')} skipped: {plain(tier)} failed, and was left alone")
+        lines.append(f"  {counted(number, 'fetch', 'fetches')} skipped: {plain(tier)} was suspended after failures")
     return lines
 
 

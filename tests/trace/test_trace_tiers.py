@@ -92,7 +92,7 @@ def test_the_summary_counts_each_hop_apart(tmp_path: Path, capsys: pytest.Captur
     assert ["store", "to", "host", "1", "0", "0", "5"] in [row[:7] for row in rows]
     assert ["load", "from", "disk", "0", "1", "0", "0"] in [row[:7] for row in rows]
     for expected in (
-        "1 fetch: 1 done", "1 fetch declined: computing was sooner", "1  load from disk failed: EIO",
+        "1 fetch: 1 done", "1 fetch declined: computing was faster", "1  load from disk failed: EIO",
         "1  disk_turned_off: EIO",
     ):  # fmt: skip
         assert expected in text
@@ -192,7 +192,7 @@ def test_what_is_left_alone_and_which_order_rules_is_told(tmp_path: Path, capsys
     for expected in (
         "1  storage_left_alone: loads of the remote store at a:1: no",
         "1  storage_back: loads of the remote store at a:1",
-        "1 fetch skipped: remote failed", "host evicts by the last use: began 1 time", "1 hint of clients answered",
+        "1 fetch skipped: remote was suspended", "host evicts by LRU: began 1 time", "1 hint of clients answered",
         "weights' epoch: changed 1 time",
         "account team-a, host: stores are cut by its ceiling: 1 time",
         "account team-a, host: stores are whole again: 1 time",
@@ -205,9 +205,9 @@ def test_what_is_left_alone_and_which_order_rules_is_told(tmp_path: Path, capsys
     assert [note["at_s"] for note in data["notes"]] == [1002, 1006, 1007, 1010, 1011, 1012]
     assert (
         data["notes"][0]["text"]
-        == "loads of the remote store at a:1: failed 2 times in a row, left alone for 500 ms: no"
+        == "loads of the remote store at a:1: failed 2 times in a row, suspended for 500 ms: no"
     )
-    assert "hits of the guard's caches lately 90 by what was learned, 100 by the last use" in data["notes"][2]["text"]
+    assert "recent hits of the guard's caches: 90 by the learned order, 100 by LRU" in data["notes"][2]["text"]
     assert data["notes"][3]["text"].startswith("the weights' epoch is 'step-7' from now on, it was none")
     found = columns(data["timelines"])
     assert (found["num_declined_tokens"], found["num_skipped_fetches"]) == ([16], [1])
@@ -234,5 +234,5 @@ def test_a_request_that_does_without_says_why(tmp_path: Path, capsys: pytest.Cap
         job(1004, "failed", 1, 5, "disk>host", request_id="a", outcome="refused", error="left alone"),
     )
     output = output_of(capsys, written, "request", "a")
-    assert "does without what the disk may have: it fails, and is left alone" in output
+    assert "fetches nothing from the disk, which is suspended after failures" in output
     assert "not begun, left alone" in output and "FAILED" not in output
