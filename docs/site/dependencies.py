@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 USED_FOR = {
     "": "every installation",
-    "trio": "trio, and `aoffload.testing`",
-    "uvloop": "uvloop with asyncio",
+    "trio": "trio as event loop, and `aoffload.testing`",
+    "uvloop": "uvloop as event loop",
     "transformers": "[models](models.md) of the demo and the server",
     "cuda": "faster copies on a GPU",
     "disk": "a [disk](disk.md)",
@@ -34,8 +34,8 @@ NOT_INSTALLED = {"mooncake": "not listed, because it is large"}
 """Extras whose distributions are not installed where this page is written."""
 HEAD = """# Dependencies
 
-This table lists the distributions that each extra installs, with their versions and the licences that they state.
-`make dependencies` writes this page. `make test-lowest` tests the lowest versions.
+This table lists the distributions that each extra installs, with their allowed versions and the licences that they
+state. `make dependencies` writes this page. `make test-lowest` runs tests with the lowest versions.
 
 Extra | Needed for | Distributions
 ---|---|---
@@ -112,7 +112,7 @@ def licence(distribution: metadata.Distribution) -> str:
     classified = [name.split(" :: ")[-1] for name in said.get_all("Classifier") or [] if name.startswith("License ::")]
     stated = [said["License-Expression"] or "", said["License"] or "", *classified]
     named = [re.sub(r"\s+", " ", text).strip().replace("|", "/") for text in stated if 0 < len(text) <= LONGEST]
-    return LICENCES.get(named[0], named[0]) if named else "see its files"
+    return LICENCES.get(named[0], named[0]) if named else "licence in its files"
 
 
 if __name__ == "__main__":
