@@ -137,8 +137,8 @@ def consequences(forecast: Forecast, advice: Advice) -> Iterator[str]:
         f"Loading a token from host memory takes {percent(forecast.load_share)} of the time that computing it takes. "
     )
     yield (
-        f"{share if forecast.load_share < 1 else ''}Loading is faster only above {least_gbs:,.3g} GB/s from the host at "
-        f"this prefill speed, and only below {most_tokens:,.0f} prefill tokens/s at this host speed."
+        f"{share if forecast.load_share < 1 else ''}Loading is faster only above {least_gbs:,.3g} GB/s from the host "
+        f"at this prefill speed, and only below {most_tokens:,.0f} prefill tokens/s at this host speed."
     )
 
 
