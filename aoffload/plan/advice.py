@@ -1,7 +1,7 @@
 """What to buy, as one sentence.
 
 The planner knows hits, and it knows prices only if they are given. It does not know what computing costs. So the rule
-goes by the prompt tokens that a size saves from being computed:
+is based on the prompt tokens that a size saves from being computed:
 
     goal    the device alone saves some; unlimited host memory saves the most. A size is enough if it brings at least
             `ENOUGH` of that difference
@@ -117,7 +117,7 @@ def _points(less: float, more: float) -> str:
 
 
 def consequences(forecast: Forecast, advice: Advice) -> Iterator[str]:
-    """What the row brings, and when loading stops paying. Empty without speeds."""
+    """What the row brings, and the speeds at which loading stops being faster than computing. Empty without speeds."""
     speeds, trace = forecast.speeds, forecast.trace
     if speeds is None:
         return
@@ -137,23 +137,23 @@ def consequences(forecast: Forecast, advice: Advice) -> Iterator[str]:
         f"Loading a token from host memory takes {percent(forecast.load_share)} of the time that computing it takes. "
     )
     yield (
-        f"{share if forecast.load_share < 1 else ''}Loading pays only above {least_gbs:,.3g} GB/s from the host at "
-        f"this prefill speed, and only below {most_tokens:,.0f} prefill tokens/s at this host speed."
+        f"{share if forecast.load_share < 1 else ''}Loading is faster only above {least_gbs:,.3g} GB/s from the host "
+        f"at this prefill speed, and only below {most_tokens:,.0f} prefill tokens/s at this host speed."
     )
 
 
 def rule(forecast: Forecast) -> str:
-    """What the sentence goes by."""
+    """What the sentence is based on."""
     goal = (
         f"that saves at least {percent(ENOUGH)} of the prompt tokens that unlimited host memory would save in addition "
         "to the device alone"
     )
     if forecast.prices is None:
         chosen = (
-            f"The first sentence goes by hits, not by money: it names the smallest host memory of the table {goal}."
+            f"The first sentence is based on hits, not on money: it names the smallest host memory of the table {goal}."
         )
     else:
-        chosen = f"The first sentence goes by your prices of memory: it names the cheapest row of the table {goal}."
+        chosen = f"The first sentence is based on your prices of memory: it names the cheapest row of the table {goal}."
     if forecast.prices is not None and forecast.sizes.disk:
         chosen += " It leaves out a disk that would get more than its size in writes a day."
     slow = ", or if loading takes longer than computing" if forecast.speeds is not None else ""

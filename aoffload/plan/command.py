@@ -38,8 +38,8 @@ GOES_WITH = {
 POSITIVE = number("a number from 1e-9 on", lambda value: 1e-9 <= value < 1e15)
 DESCRIPTION = """\
 Say how much host memory is worth buying for offloaded KV, from a trace of your requests. For each size, the plan has
-the prompt tokens that would hit, the times to first token, the copies and the price. Without a trace, --mix makes one
-up.
+the prompt tokens that would hit, the times to first token, the copies and the price. Without a trace, --mix plans an
+invented workload.
 """
 
 
@@ -76,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="a trace written by aoffload.plan.Recorder or `aoffload demo --record`, or a public trace in the same "
         "format (JSON lines; may end with .gz)")  # fmt: skip
     group = parser.add_argument_group("without a trace")
-    group.add_argument("--mix", choices=tuple(MIXES), help="plan a made-up workload in place of TRACE: chats, coding "
+    group.add_argument("--mix", choices=tuple(MIXES), help="plan an invented workload in place of TRACE: chats, coding "
         "agents, or documents that are read once. The plan lists what the mix assumes")  # fmt: skip
     group.add_argument("--users", type=count(1, 10**6), metavar="N",
         help="users of the mix (default: as many as keep the device 70 %% busy if nothing "
@@ -143,7 +143,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Exit with an error of the parser if an option is missing or has no effect. Fills in what a mix assumes."""
     if (options.trace is None) == (options.mix is None):
-        parser.error("give either TRACE, a file, or --mix, a made-up workload")
+        parser.error("give either TRACE, a file, or --mix, an invented workload")
     if options.model is not None and options.kv_bytes_per_token is not None:
         parser.error("argument --model: has no effect with --kv-bytes-per-token")
     if options.mix is not None:

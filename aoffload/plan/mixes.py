@@ -1,4 +1,4 @@
-"""Made-up workloads for `aoffload plan --mix`: a trace without a trace.
+"""Invented workloads for `aoffload plan --mix`: a trace without a trace.
 
 A mix is a set of parameters. `make_mix` draws the requests of each user from a seed and returns the lines of a trace
 file. The ordinary reader and the ordinary forecast do the rest, so a mix written to a file gives the same plan.

@@ -96,7 +96,7 @@ def _too_busy(forecast: Forecast) -> Iterator[str]:
 # -- report ----------------------------------------------------------------------------------------------------------
 
 NOT_KNOWN = "-"
-MADE_UP = "This mix is made up. Plan with a trace of your own for a real answer (aoffload plan TRACE)."
+MADE_UP = "This mix is an invented workload. Plan with a trace of your own for a real answer (aoffload plan TRACE)."
 ASSUMES = "The mix assumes:"
 
 

@@ -335,7 +335,7 @@ def test_the_program_of_the_page_runs_and_its_log_can_be_read(
 ) -> None:
     """The program in docs/metrics.md about the log and the metrics of a ledger is whole: what its ledger does is in the
     registry, and the trace tool finds its request in the log."""
-    page = (ROOT / "docs/metrics.md").read_text().partition("### Around a ledger")[2]
+    page = (ROOT / "docs/metrics.md").read_text().partition("### With a ledger of your own")[2]
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     served = textwrap.indent(SERVED, " " * 4).strip()
     whole, num_places = re.subn(r"\.\.\.  # calls of the ledger.*", served, code)

@@ -69,7 +69,7 @@ def test_prices_choose_the_cheapest_row(tmp_path: Path) -> None:
             each for each in priced.rows if each.price and each.name != "endless" and gain(priced, each) >= ENOUGH
         ]
         assert row.price == min(each.price or 0.0 for each in enough)
-    assert "goes by your prices" in rule(priced) and "goes by hits, not by money" in rule(forecast)
+    assert "is based on your prices" in rule(priced) and "is based on hits, not on money" in rule(forecast)
 
 
 def test_a_disk_that_would_be_written_too_much_is_not_named(tmp_path: Path) -> None:

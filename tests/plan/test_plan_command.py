@@ -42,7 +42,7 @@ def test_the_table_has_a_row_for_each_size(trace: str, capsys: pytest.CaptureFix
 
 
 def test_the_first_line_says_what_to_buy(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is the sentence of the JSON and of the page; the last line says what the sentence goes by."""
+    """It is the sentence of the JSON and of the page; the last line says what the sentence is based on."""
     assert main([trace, *SIZES]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == (

@@ -1,4 +1,4 @@
-"""Plans without a trace: made-up mixes go through the ordinary planner."""
+"""Plans without a trace: invented mixes go through the ordinary planner."""
 
 from __future__ import annotations
 
@@ -70,10 +70,13 @@ def test_a_slow_device_has_one_user(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_the_mix_assumes_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Users, prompts, turns, answers and pauses, and the numbers that were not given; and that all of it is made up."""
+    """Users, prompts, turns, answers and pauses, and the numbers that were not given; and that all is invented."""
     assert main(["--mix", "agents"]) == 0
     printed = capsys.readouterr().out
-    assert "\nThis mix is made up. Plan with a trace of your own for a real answer (aoffload plan TRACE).\n" in printed
+    assert (
+        "\nThis mix is an invented workload. Plan with a trace of your own for a real answer (aoffload plan TRACE).\n"
+        in printed
+    )
     assert "128 KiB of KV in a token, 40 GiB of device memory" in printed
     assert "prefill at 25,000 tokens/s, 25 GB/s from the host" in printed
     assumed = printed.partition("The mix assumes:\n")[2].splitlines()
@@ -150,7 +153,7 @@ def test_a_slow_link_makes_it_worthless(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["--mix", "agents", "--host-gbs", "3"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("Buy nothing: loading a token from host memory takes 109 % of the time that computing")
-    assert "Loading pays only above 3.28 GB/s from the host at this prefill speed" in printed
+    assert "Loading is faster only above 3.28 GB/s from the host at this prefill speed" in printed
 
 
 def test_hints_can_be_planned_with_a_mix() -> None:
@@ -163,13 +166,13 @@ def test_hints_can_be_planned_with_a_mix() -> None:
     assert returns.num_hit_blocks >= max(lru.num_hit_blocks, learned.num_hit_blocks) > 0
 
 
-def test_the_page_of_a_mix_says_that_it_is_made_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_a_mix_says_that_it_is_invented(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """At the top, with the sentence; and it lists the assumptions."""
     file = tmp_path / "page.html"
     assert main(["--mix", "conversations", *NUMBERS, "--html", str(file)]) == 0
     page, sentence = file.read_text(), capsys.readouterr().out.splitlines()[0]
     assert f"<h1>{sentence}</h1><p>mix conversations</p>" in page
-    assert page.index("This mix is made up.") < page.index("<svg") and page.count("<li>") >= 6
+    assert page.index("This mix is an invented workload.") < page.index("<svg") and page.count("<li>") >= 6
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -178,7 +181,7 @@ def test_the_page_of_a_mix_says_that_it_is_made_up(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ([], "give either TRACE, a file, or --mix, a made-up workload"),
+        ([], "give either TRACE, a file, or --mix, an invented workload"),
         (["trace.jsonl", "--mix", "agents"], "give either TRACE, a file, or --mix"),
         (["--mix", "robots"], "argument --mix: invalid choice: 'robots'"),
         (["trace.jsonl", "--device", "1GiB"], "argument --kv-bytes-per-token: is required with TRACE, or --model"),
