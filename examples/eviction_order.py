@@ -32,7 +32,7 @@ class AgainLast:
         if part.rank == 2 and part.run.before is not None:  # its prefix, which is still in use, must stay longer
             part.run.before.part(part.tier, part.component).rank = 2
         part.last_use = self.num_uses + (self.bonus if part.rank == 2 else 0)
-        self.parts.add_back(part)  # at its place by `last_use`
+        self.parts.add_back(part)  # sorted by `last_use`
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self.parts)

@@ -1,4 +1,4 @@
-"""A small engine around `OffloadRuntime`, from the model to a check of every token. docs/tutorial.md explains it.
+"""A small engine that uses `OffloadRuntime`, from the model to a check of every token. docs/tutorial.md explains it.
 
 Prints:
     How are you? 80 of 311 prompt tokens were cached
@@ -16,14 +16,14 @@ import torch
 
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 
-BLOCK, SIZE, NUM_NEW = 8, 128, 12  # tokens of a block, size of the model, tokens of an answer
+BLOCK, SIZE, NUM_NEW = 8, 128, 12  # tokens per block, model size, tokens per answer
 embedding, to_key, to_value, to_logits = torch.randn(4, SIZE, SIZE, generator=torch.Generator().manual_seed(0)) / 10
-kv_cache = torch.zeros(33, BLOCK, 2, SIZE)  # a row for each block; row 0 is the null block
+kv_cache = torch.zeros(33, BLOCK, 2, SIZE)  # one row per block
 torch.set_num_threads(1)  # the model is tiny
 
 
 def forward(kv_cache: torch.Tensor, block_ids: list[int], tokens: list[int], first: int) -> torch.Tensor:
-    """Compute `tokens[first:]`, each of which reads the keys and values of all before it. Returns the last logits."""
+    """Compute `tokens[first:]`. Each token reads the KV of all earlier tokens. Return the logits of the last token."""
     table = torch.tensor(block_ids)
     for at in range(first, len(tokens)):
         token, (keys, values) = embedding[tokens[at]], kv_cache[table].flatten(0, 1)[:at].unbind(1)
@@ -34,26 +34,26 @@ def forward(kv_cache: torch.Tensor, block_ids: list[int], tokens: list[int], fir
 
 class Client:
     def __init__(self, name: str, patience: int = 99) -> None:
-        self.name, self.patience = name, patience  # disconnects after that many tokens
+        self.name, self.patience = name, patience  # disconnects after `patience` tokens
         self.tokens = list(f"You are a terse assistant, and polite. I am {name}. ".encode())
-        self.seen = list[tuple[list[int], torch.Tensor]]()  # for each token: all before it, its logits
+        self.seen = list[tuple[list[int], torch.Tensor]]()  # for each answer token: the earlier tokens, the logits
 
     async def ask(self, runtime: OffloadRuntime, question: str) -> None:
         self.tokens += question.encode()
         self.num_asked = len(self.tokens)
         async with runtime.request(self.tokens, self.name) as request:
-            await request.allocate(self.num_asked + NUM_NEW)  # waits for its turn while the pool is full
-            self.num_found = num_computed = await request.load()  # from host memory
+            await request.allocate(self.num_asked + NUM_NEW)  # waits while too few blocks are free
+            self.num_found = num_computed = await request.load()
             for _ in range(NUM_NEW):
                 compute = partial(forward, kv_cache, request.block_ids[0], self.tokens, num_computed)
-                logits = await runtime.run_step([request], compute)  # in a thread
+                logits = await runtime.run_step([request], compute)  # runs in a thread
                 self.seen.append((list(self.tokens), logits))
                 self.tokens.append(int(logits.argmax()))
-                num_computed = len(self.tokens) - 1  # the newest token has no keys and values yet
+                num_computed = len(self.tokens) - 1  # the newest token has no KV yet
                 request.commit(num_computed, self.tokens[-1:])
                 if len(self.seen) == self.patience:
-                    runtime.cancel(self.name, "client_gone")  # like a connection handler, in any task of the loop
-        if request.reason:  # the block swallows a cancellation of this request
+                    runtime.cancel(self.name, "client_gone")  # as a connection handler would
+        if request.reason:  # `async with` does not raise if this request was cancelled
             print(f"{self.name} is {request.state.value} ({request.reason}) after {len(self.seen)} tokens")
 
 
@@ -67,8 +67,8 @@ async def main() -> None:
                     group.start_soon(client.ask, runtime, question)
             num_found, num_asked = sum(c.num_found for c in clients), sum(c.num_asked for c in clients)
             print(f"{question}{num_found} of {num_asked} prompt tokens were cached")
-        await runtime.flush()  # until the last store has landed
-        runtime.check_integrity()  # raises unless every block has exactly one state
+        await runtime.flush()  # waits until all stores have ended
+        runtime.check_integrity()  # raises unless every block has exactly one owner
         found, seen = runtime.statistics(), [token for client in clients for token in client.seen]
     num_cached, num_loads = found.host.num_cached, found.transfers.num_loads
     print(f"cached: {num_cached} blocks, {found.device.num_blocks} fit on the device; loaded back: {num_loads > 0}")

@@ -22,7 +22,7 @@ class StoreQuota(LedgerExtension):
         ledger.watch(self)
 
     def part_changed(self, part: Part, first: int, stop: int) -> None:
-        """Called after each change of the cached blocks, because this object is a `BlockWatcher`."""
+        """Called after each change of the cached blocks (see `BlockWatcher`)."""
         if part.tier is Tier.HOST:
             self.num_blocks[part.run.root.cache_salt] += (part.stop - part.first - (stop - first)) * part.width
 

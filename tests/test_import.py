@@ -5,7 +5,7 @@ import sys
 
 
 def test_the_ledger_needs_no_torch() -> None:
-    """A program around the synchronous face never imports torch, which takes seconds."""
+    """A program that uses a `Ledger` without a runtime never imports torch, which takes seconds."""
     program = (
         "import sys, aoffload, aoffload.host_cache, aoffload.ledger; ledger = aoffload.Ledger;"
         "assert 'torch' not in sys.modules;"
