@@ -337,12 +337,12 @@ def test_the_tokenizer_is_written_for_load_generators(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
 
 
-def test_every_option_and_public_name_is_documented() -> None:
-    """docs/server.md lists the options of the command, docs/api.md the names of the package."""
-    docs = Path(__file__).parents[2] / "docs"
-    options = {name for action in make_parser()._actions for name in action.option_strings} - {"-h", "--help"}
-    assert options - set(re.findall(r"--[a-z-]+", (docs / "server.md").read_text())) == set()
-    assert set(openai_server.__all__) - set(re.findall(r"\w+", (docs / "api.md").read_text())) == set()
+def test_every_option_is_documented() -> None:
+    """`--help` explains each option, and docs/server.md names no option that does not exist."""
+    actions = make_parser()._actions
+    assert all(action.help for action in actions)
+    named = set(re.findall(r"(?<!-)--[a-z][a-z-]+", (Path(__file__).parents[2] / "docs/server.md").read_text()))
+    assert named and named - {name for action in actions for name in action.option_strings} == set()
 
 
 def test_a_missing_extra_is_named(tmp_path: Path) -> None:
