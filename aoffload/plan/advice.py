@@ -10,8 +10,8 @@ is based on the prompt tokens that a size saves from being computed:
     nothing if the largest gain is less than `LEAST` of the tokens that the device alone computes, or if a load takes
             longer than computing
 
-`LEAST` is a share of the computed tokens, not of all tokens: if hits rise from 91 % to 95 %, prefill takes about half the
-time, and queues of long prompts are much shorter.
+`LEAST` is a share of the computed tokens, not of all tokens: if hits rise from 91 % to 95 %, prefill takes about half
+the time, and queues of long prompts are much shorter.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ def _too_busy(forecast: Forecast) -> Iterator[str]:
 NOT_KNOWN = "-"
 MADE_UP = "This mix is an invented workload. Plan with a trace of your own for a real answer (aoffload plan TRACE)."
 OWN_USERS = (
-    f"The number of users depends on the prefill speed: if nothing is cached, prefill takes at most {percent(LOAD)} of the "
-    "time (with more than 1 user). To compare hardware at the same workload, pass --users."
+    f"The number of users depends on the prefill speed: if nothing is cached, prefill takes at most {percent(LOAD)} of "
+    "the time (with more than 1 user). To compare hardware at the same workload, pass --users."
 )
 ASSUMES = "The mix assumes:"
 
