@@ -373,7 +373,7 @@ def test_the_plan_of_a_mix_prints_what_the_page_says(capsys: pytest.CaptureFixtu
         assert any(real.startswith(line.removesuffix(" ...")) for real in printed), line
     for mix, verdict in re.findall(r"^`(\w+)` \| .* \| (.*)$", page.read_text(), re.MULTILINE):
         assert plan.main(["--mix", mix]) == 0
-        assert capsys.readouterr().out.startswith("Buy nothing: ") == (verdict == "brings nothing")
+        assert capsys.readouterr().out.startswith("Buy nothing for ") == (verdict == "brings nothing")
     text = page.read_text()
     assert {mix for mix in MIXES if f"\n`{mix}` | " in text} == set(MIXES)
 

@@ -3,11 +3,15 @@
 The planner knows hits, and it knows prices only if they are given. It does not know what computing costs. So the rule
 is based on the prompt tokens that a size saves from being computed:
 
-    goal    the device alone saves some; unlimited host memory saves the most. A size is enough if it brings at least
-            `ENOUGH` of that difference
+    goal    the gain of a size is what it saves in addition to the device alone. Unlimited host memory has the largest
+            gain. A size is enough if it has at least `ENOUGH` of the largest gain
     choice  the smallest enough host size of the table, without a disk. With prices: the cheapest enough row, without
             disks that would have to take more writes than a runtime makes
-    nothing if unlimited memory adds less than `LEAST` of all prompt tokens, or if a load takes longer than computing
+    nothing if the largest gain is less than `LEAST` of the tokens that the device alone computes, or if a load takes
+            longer than computing
+
+`LEAST` is a share of the computed tokens, not of all tokens: if hits rise from 91 % to 95 %, prefill takes about half
+the time, and queues of long prompts are much shorter.
 """
 
 from __future__ import annotations
@@ -17,17 +21,24 @@ from collections.abc import Iterator
 import attrs
 
 from ..trace.wording import duration
-from .forecast import BY_DISTANCE, Forecast, Row, binary_size
+from .forecast import BY_DISTANCE, FirstToken, Forecast, Row, Speeds, binary_size
+from .mixes import Made
 
-ENOUGH, LEAST = 0.8, 0.05
+ENOUGH, LEAST = 0.8, 0.1
 
 
 @attrs.frozen
 class Advice:
     sentence: str
     """What to buy, or that nothing is worth buying."""
-    row: Row | None = None
-    """The row to buy. None: nothing."""
+    best: Row
+    """The row to buy. If nothing is worth buying: the row that has enough of the gain, or the best one of the table."""
+    is_worth: bool
+
+    @property
+    def row(self) -> Row | None:
+        """The row to buy. None: nothing."""
+        return self.best if self.is_worth else None
 
 
 def percent(part: float) -> str:
@@ -40,30 +51,44 @@ def saved(forecast: Forecast, row: Row) -> float:
     return sum(row.tokens) / forecast.trace.num_prompt_tokens
 
 
-def advise(forecast: Forecast) -> Advice:
-    alone, unlimited = forecast.rows[1], forecast.rows[-1]
-    least, most = saved(forecast, alone), saved(forecast, unlimited)
-    if forecast.load_share >= 1:
-        return Advice(
-            f"Buy nothing: loading a token from host memory takes {percent(forecast.load_share)} of the time that "
-            "computing it takes."
-        )
-    if most - least < LEAST:
-        return Advice(_nothing(least, most))
+def advise(forecast: Forecast, made: Made | None = None) -> Advice:
+    """`made`: the mix, whose number of users the sentence then names."""
+    least, most = (saved(forecast, row) for row in (forecast.rows[1], forecast.rows[-1]))
     has_disk = forecast.prices is not None
     rows = [row for row in _rows(forecast) if not row.disk_bytes or (has_disk and not forecast.writes_too_much(row))]
     enough = [row for row in rows if saved(forecast, row) - least >= ENOUGH * (most - least)]
     if enough:
         row = min(enough, key=lambda row: (row.price or 0.0, row.host_bytes, row.disk_bytes))
-        return Advice(f"Buy {_named(row)}: {_brings(forecast, row)}.", row)
-    row = max(rows, key=lambda row: (saved(forecast, row), -row.host_bytes, -row.disk_bytes))
-    if saved(forecast, row) - least < LEAST:
-        return Advice(
-            f"Buy none of these sizes: the best of them, {_named(row)}, would save {percent(saved(forecast, row))} of "
-            f"the prompt tokens, and the device alone saves {percent(least)}; unlimited host memory would save "
-            f"{percent(most)}, so plan larger sizes with --host."
+    else:
+        row = max(rows, key=lambda row: (saved(forecast, row), -row.host_bytes, -row.disk_bytes))
+    is_worth, what, why = _sentence(forecast, row, bool(enough))
+    users = "" if made is None else f" for {made.named_users}"
+    return Advice(f"{what}{users}: {why}.", row, is_worth)
+
+
+def _sentence(forecast: Forecast, row: Row, is_enough: bool) -> tuple[bool, str, str]:
+    """Whether `row` is worth buying; what to buy, and why."""
+    if forecast.load_share >= 1:
+        share = f"{percent(forecast.load_share)} of the time that computing it takes"
+        return False, "Buy nothing", f"loading a token from host memory takes {share}"
+    if _less_prefill(forecast, forecast.rows[-1]) < LEAST:
+        return False, "Buy nothing", _nothing(forecast)
+    if is_enough:
+        return True, f"Buy {_named(row)}", _brings(forecast, row)
+    if _less_prefill(forecast, row) < LEAST:
+        least, here, most = (percent(saved(forecast, each)) for each in (forecast.rows[1], row, forecast.rows[-1]))
+        why = (
+            f"the best of them, {_named(row)}, would save {here} of the prompt tokens, and the device alone saves "
+            f"{least}; unlimited host memory would save {most}, so plan larger sizes with --host"
         )
-    return Advice(f"Buy at least {_named(row)}, the best of these sizes: {_brings(forecast, row)}.", row)
+        return False, "Buy none of these sizes", why
+    return True, f"Buy at least {_named(row)}, the best of these sizes", _brings(forecast, row)
+
+
+def _less_prefill(forecast: Forecast, row: Row) -> float:
+    """The share of the tokens computed with the device alone that `row` saves."""
+    before = forecast.rows[1].num_computed_tokens
+    return (before - row.num_computed_tokens) / before
 
 
 def _rows(forecast: Forecast) -> Iterator[Row]:
@@ -72,22 +97,27 @@ def _rows(forecast: Forecast) -> Iterator[Row]:
     yield from found or (forecast.of_size(size, 0, BY_DISTANCE) for size in forecast.host_sizes())
 
 
-def _nothing(least: float, most: float) -> str:
-    if percent(least) == percent(most):
+def _nothing(forecast: Forecast) -> str:
+    least, most = (saved(forecast, row) for row in (forecast.rows[1], forecast.rows[-1]))
+    less = percent(_less_prefill(forecast, forecast.rows[-1]))
+    if less == "0 %":
         return (
-            f"Buy nothing: offloading brings nothing here, because the device alone hits {percent(least)} of the "
-            "prompt tokens, and unlimited host memory would hit no more."
+            f"offloading brings nothing here, because the device alone hits {percent(least)} of the prompt tokens, and "
+            "unlimited host memory would hit no more"
         )
     return (
-        f"Buy nothing: unlimited host memory would hit {percent(most)} of the prompt tokens, and the device alone hits "
-        f"{percent(least)} already."
+        f"unlimited host memory would reduce prefill by only {less}, because {percent(most)} of the prompt tokens "
+        f"would be hits, {_points(least, most)} more than with the device alone"
     )
 
 
-def _named(row: Row) -> str:
+def _memory(row: Row) -> str:
     disk = f" and a disk of {binary_size(row.disk_bytes)}" if row.disk_bytes else ""
-    price = "" if row.price is None else f" ({row.price:,.2f} a month)"
-    return f"{binary_size(row.host_bytes)} of host memory{disk}{price}"
+    return f"{binary_size(row.host_bytes)} of host memory{disk}"
+
+
+def _named(row: Row) -> str:
+    return _memory(row) + ("" if row.price is None else f" ({row.price:,.2f} a month)")
 
 
 def _brings(forecast: Forecast, row: Row) -> str:
@@ -99,8 +129,7 @@ def _brings(forecast: Forecast, row: Row) -> str:
         return f"{found} and as many as with unlimited host memory"
     found += f" and {_points(here, most)} fewer than with unlimited host memory"
     twice = saved(forecast, forecast.of_size(2 * row.host_bytes, row.disk_bytes, BY_DISTANCE))
-    added = _points(here, twice) if _difference(here, twice) else "less than 1 point"
-    return f"{found}; twice the host memory would add {added}"
+    return f"{found}; twice the host memory would add {_points(here, twice)}"
 
 
 def _difference(less: float, more: float) -> int:
@@ -110,7 +139,7 @@ def _difference(less: float, more: float) -> int:
 
 def _points(less: float, more: float) -> str:
     found = _difference(less, more)
-    return f"{found} {'point' if found == 1 else 'points'}"
+    return f"{found or 'less than 1'} {'point' if found <= 1 else 'points'}"
 
 
 # -- lines below the sentence ----------------------------------------------------------------------------------------
@@ -118,19 +147,12 @@ def _points(less: float, more: float) -> str:
 
 def consequences(forecast: Forecast, advice: Advice) -> Iterator[str]:
     """What the row brings, and the speeds at which loading stops being faster than computing. Empty without speeds."""
-    speeds, trace = forecast.speeds, forecast.trace
+    speeds = forecast.speeds
     if speeds is None:
         return
-    alone, row = forecast.rows[1], advice.row
-    if row is not None and row.first_token is not None and alone.first_token is not None:
-        before, after = alone.first_token, row.first_token
-        first = (
-            f"With it, the time to the first token goes from {duration(before.p50_s)} to {duration(after.p50_s)} "
-            f"(median), and from {duration(before.p90_s)} to {duration(after.p90_s)} (90th percentile)"
-        )
-        fewer = (alone.num_computed_tokens - row.num_computed_tokens) / speeds.prefill_tokens_per_s
-        hourly = f", and prefill takes {duration(fewer / trace.duration_s * 3600)} less in an hour"
-        yield f"{first}{hourly if trace.duration_s else ''}."
+    before, after = forecast.rows[1].first_token, advice.best.first_token
+    if before is not None and after is not None:
+        yield _times(forecast, advice.best, before, after, speeds)
     least_gbs = forecast.sizes.kv_bytes_per_token / 1e9 * speeds.prefill_tokens_per_s
     most_tokens = speeds.host_gbs * 1e9 / forecast.sizes.kv_bytes_per_token
     share = (
@@ -142,22 +164,36 @@ def consequences(forecast: Forecast, advice: Advice) -> Iterator[str]:
     )
 
 
+def _times(forecast: Forecast, row: Row, before: FirstToken, after: FirstToken, speeds: Speeds) -> str:
+    medians, tails = ([duration(each) for each in pair] for pair in _pairs(before, after))
+    memory = f"With {_memory(row)}, the time to the first token would"
+    if medians[0] == medians[1] and tails[0] == tails[1]:
+        return f"{memory} stay the same: {medians[0]} (median) and {tails[0]} (90th percentile)."
+    found = f"{memory} go from {' to '.join(medians)} (median), and from {' to '.join(tails)} (90th percentile)"
+    fewer = (forecast.rows[1].num_computed_tokens - row.num_computed_tokens) / speeds.prefill_tokens_per_s
+    if forecast.trace.duration_s:
+        found += f", and prefill would take {duration(fewer / forecast.trace.duration_s * 3600)} less in an hour"
+    return f"{found}."
+
+
+def _pairs(before: FirstToken, after: FirstToken) -> tuple[tuple[float, float], tuple[float, float]]:
+    return (before.p50_s, after.p50_s), (before.p90_s, after.p90_s)
+
+
 def rule(forecast: Forecast) -> str:
     """What the sentence is based on."""
-    goal = (
-        f"that saves at least {percent(ENOUGH)} of the prompt tokens that unlimited host memory would save in addition "
-        "to the device alone"
-    )
-    if forecast.prices is None:
-        chosen = (
-            f"The first sentence is based on hits, not on money: it names the smallest host memory of the table {goal}."
-        )
-    else:
-        chosen = f"The first sentence is based on your prices of memory: it names the cheapest row of the table {goal}."
+    basis, chosen = "hits, not on money", "smallest host memory"
+    if forecast.prices is not None:
+        basis, chosen = "your prices of memory", "cheapest row"
+    least, slow = percent(LEAST), ", or if loading takes longer than computing" if forecast.speeds is not None else ""
+    lines = [
+        f"The advice is based on {basis}.",
+        "The gain of a size is the number of prompt tokens that it hits in addition to the device alone.",
+        f"The advice names the {chosen} of the table that has at least {percent(ENOUGH)} of the gain of unlimited host "
+        "memory.",
+        f"The advice is to buy nothing if unlimited host memory would reduce prefill by less than {least}{slow}.",
+        "The advice assumes eager stores and LRU eviction, and knows no price of computing.",
+    ]
     if forecast.prices is not None and forecast.sizes.disk:
-        chosen += " It leaves out a disk that would get more than its size in writes a day."
-    slow = ", or if loading takes longer than computing" if forecast.speeds is not None else ""
-    return (
-        f"{chosen} It says to buy nothing if unlimited host memory would add less than {percent(LEAST)} of all prompt "
-        f"tokens{slow}. It assumes eager stores and LRU eviction, and knows no price of computing."
-    )
+        lines.insert(3, "The advice leaves out a disk that would get more than its size in writes a day.")
+    return " ".join(lines)

@@ -24,6 +24,8 @@ from .trace import DEFAULT_BLOCK_TOKENS, Trace, TraceError, parse_trace, read_tr
 
 NAME = "plan"
 HOST_GBS, DISK_GBS = 25.0, 3.5
+SMALL = 10_000
+"""A size below, without a unit, was probably meant in GiB."""
 MIX_DEFAULTS = {"kv_bytes_per_token": 128 * 2**10, "device": 40 * 2**30, "prefill_tokens_per_s": 25_000.0}
 """What `--mix` assumes where the option is not given: a model of 8 billion parameters with 8 KV heads in bfloat16."""
 GOES_WITH = {
@@ -55,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return ended_by(NAME, error)
     except ConfigError as error:
-        return complain(NAME, f"argument --{error.argument.replace('_', '-')}: {error.problem}")
+        problem = error.problem + _with_unit(options, error)
+        return complain(NAME, f"argument --{error.argument.replace('_', '-')}: {problem}")
     except (TraceError, InvalidArgument) as error:
         return complain(NAME, str(error))
     except KeyboardInterrupt:
@@ -79,8 +82,8 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--mix", choices=tuple(MIXES), help="plan an invented workload in place of TRACE: chats, coding "
         "agents, or documents that are read once. The plan lists what the mix assumes")  # fmt: skip
     group.add_argument("--users", type=count(1, 10**6), metavar="N",
-        help="users of the mix (default: as many as keep the device 70 %% busy if nothing "
-        "is cached)")  # fmt: skip
+        help="users of the mix (default: as many as keep the device 70 %% busy if nothing is cached; so this number "
+        "depends on --prefill-tokens-per-s)")  # fmt: skip
     group.add_argument("--save-mix", type=Path, metavar="FILE", help="also write the mix as a trace")
     _add_model(parser.add_argument_group("your model and machine"))
     _add_choices(parser.add_argument_group("what to compare"))
@@ -232,6 +235,10 @@ def _quota(text: str) -> tuple[str, Quota]:
         raise argparse.ArgumentTypeError(f"the floor {error.problem}") from None
 
 
+class _NoUnit(int):
+    """A size without a unit: bytes, unless the unit was forgotten."""
+
+
 def _size(text: str) -> int:
     try:
         found = parse_bytes("size", text)
@@ -239,7 +246,15 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(error.problem) from None
     if not found:
         raise argparse.ArgumentTypeError(f"must be at least a byte, got {text!r:.80}")
-    return found
+    return _NoUnit(found) if text.strip().isdecimal() else found
+
+
+def _with_unit(options: argparse.Namespace, error: ConfigError) -> str:
+    """The size that was probably meant, if the error is about a small size without a unit."""
+    sizes = {"device": (options.device,), "host": options.host, "disk": options.disk}.get(error.argument, ())
+    smallest = min(sizes, default=None)  # the error is about this one
+    is_small = isinstance(smallest, _NoUnit) and smallest < SMALL
+    return f" (did you mean {smallest}GiB?)" if is_small else ""
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -270,15 +270,23 @@ class Forecast:
             return self._large
         return StackDistances.of(self.trace, self._wholly, size)
 
-    def num_hits(self, num_host: int) -> int:
-        """Number of hits with `num_host` blocks of host memory and eager stores. For a chart, because it is inexact for
-        sizes near the device's."""
-        return int(np.maximum(self.on_device, self._large.hits(num_host)).sum())
+    def num_hit_tokens(self, num_host: int) -> int:
+        """Number of prompt tokens that hit with `num_host` blocks of host memory and eager stores. For a chart, because
+        it is inexact for sizes near the device's."""
+        return int(self._in_tokens(np.maximum(self.on_device, self._large.hits(num_host))).sum())
 
     @property
     def num_endless(self) -> int:
-        """Number of hits of a cache of unlimited size."""
-        return self.num_hits(self.trace.num_blocks)
+        """Number of blocks hit in a cache of unlimited size."""
+        return int(np.maximum(self.on_device, self._large.hits(self.trace.num_blocks)).sum())
+
+    @cached_property
+    def _lengths(self) -> Counts:
+        return np.array([request.num_tokens for request in self.trace.requests], np.int64)
+
+    def _in_tokens(self, blocks: Counts) -> Counts:
+        """Prompt tokens that need not be computed if each request hits `blocks`. The last token is always computed."""
+        return np.minimum(blocks * self.trace.block_tokens, self._lengths - 1)
 
     @property
     def knee_bytes(self) -> int:
@@ -403,9 +411,9 @@ class Forecast:
         return _Hits(self.on_device, upper - self.on_device, disk, host.num_missing(num_host), ages)
 
     def _row(self, name: str, host: int, disk: int, hits: _Hits, kind: Kind) -> Row:
-        lengths = np.array([request.num_tokens for request in self.trace.requests], np.int64)
+        lengths = self._lengths
         device, upper, all_ = (
-            np.minimum(blocks * self.trace.block_tokens, lengths - 1)
+            self._in_tokens(blocks)
             for blocks in (hits.device, hits.device + hits.host, hits.device + hits.host + hits.disk)
         )
         tokens = (device, upper - device, all_ - upper)

@@ -146,6 +146,12 @@ class Made:
     users: int
     lines: tuple[str, ...]
     """The lines of a trace file."""
+    has_own_users: bool
+    """Whether the number of users was not given, and so depends on the speed of prefill."""
+
+    @property
+    def named_users(self) -> str:
+        return counted(self.users, "user") + (" (choose with --users)" if self.has_own_users else "")
 
 
 def make_mix(name: str, block_tokens: int, prefill_tokens_per_s: float, users: int | None = None) -> Made:
@@ -167,7 +173,7 @@ def make_mix(name: str, block_tokens: int, prefill_tokens_per_s: float, users: i
         num_users += 1
     requests.sort(key=lambda each: each["timestamp"])
     heading = {"aoffload_plan": FORMAT, "block_tokens": block_tokens}
-    return Made(mix, num_users, tuple(map(json.dumps, [heading, *requests])))
+    return Made(mix, num_users, tuple(map(json.dumps, [heading, *requests])), users is None)
 
 
 def _user(mix: Mix, number: int, block_tokens: int) -> Iterator[dict[str, Any]]:

@@ -5,28 +5,34 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import TypeAlias
 
 import attrs
 import numpy as np
 
 from ..trace.output import asset, content_hash, filled_in, whole_file
 from ..trace.wording import plain, size
-from .advice import Advice, advise, consequences, percent, rule
+from .advice import Advice, advise, percent, rule, saved
 from .forecast import BY_DISTANCE, Forecast, Kind, Row, binary_size
 from .mixes import Made
-from .report import ASSUMES, MADE_UP, basis, by_tenant, cautions, cells, heading, num_left
+from .report import ASSUMES, basis, below, by_tenant, cautions, cells, heading, num_left
 
 # -- chart -----------------------------------------------------------------------------------------------------------
 #
 # A chart as SVG, with sizes along a logarithmic axis. Each is drawn twice, for wide and for narrow windows, because
 # text would shrink with the drawing. The style sheet shows one of them.
 
-LEFT, RIGHT, TOP, BOTTOM = 62.0, 16.0, 16.0, 30.0
-LABEL = 30.0
-"""Minimum distance between two labels."""
-LETTER = 7.0
-"""About the width of a letter."""
+LEFT, RIGHT, TOP, BOTTOM = 62.0, 16.0, 20.0, 30.0
+LETTER = 6.5
+"""Width of a letter, rather too much."""
+ABOVE, BELOW = 10.0, 3.0
+"""Height of a text above and below its base line."""
+DOT, GAP = 4.0, 2.0
+"""Radius of a dot; minimum distance of a label from everything else."""
+NUM_PLACES = 25
+"""Number of places along a line at which a label may be."""
 
 
 @attrs.frozen
@@ -36,6 +42,15 @@ class Frame:
     height: float
     max_ticks: int
     """Maximum ticks of the axis of sizes."""
+
+
+Box: TypeAlias = tuple[float, float, float, float]
+"""Left, top, right and bottom."""
+Point: TypeAlias = tuple[float, float]
+
+
+def overlap(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 FRAMES = (Frame("wide", 1100.0, 320.0, 12), Frame("narrow", 360.0, 260.0, 4))
@@ -56,6 +71,11 @@ class Chart:
     write: Callable[[float], str]
     """The label of a level."""
     _shapes: list[str] = attrs.field(factory=list)
+    _taken: list[Box] = attrs.field(factory=list)
+    """Where no label can be: curves, dots, lines and other labels."""
+    _labels: list[tuple[str, list[Point], str]] = attrs.field(factory=list)
+    """Texts, each with the places where it may be, best first: its left end, on the base line. And the line that is
+    left out if there is no space for the text."""
 
     @property
     def right(self) -> float:
@@ -73,33 +93,60 @@ class Chart:
         return self.bottom - (self.bottom - TOP) * min(1.0, value / self.top)
 
     def line(self, kind: str, points: Iterable[tuple[float, float]]) -> None:
-        path = " ".join(f"{self.x(size):.1f},{self.y(value):.1f}" for size, value in points)
+        places = [(self.x(size), self.y(value)) for size, value in points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         self._shapes.append(f'<polyline class="{kind}" points="{path}"/>')
+        for (x, y), (next_x, next_y) in pairwise(places):
+            steps = max(1, math.ceil(max(abs(next_x - x), abs(next_y - y)) / 2))
+            along = [(x + (next_x - x) * at / steps, y + (next_y - y) * at / steps) for at in range(steps + 1)]
+            self._taken += [(x - 1, y - 1, x + 1, y + 1) for x, y in along]
 
     def mark(self, kind: str, size: float, value: float, about: str) -> None:
-        shape = f'<circle class="{kind}" cx="{self.x(size):.1f}" cy="{self.y(value):.1f}" r="4">'
+        x, y = self.x(size), self.y(value)
+        shape = f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{DOT:.0f}">'
         self._shapes.append(f"{shape}<title>{html.escape(about)}</title></circle>")
+        self._taken.append((x - DOT, y - DOT, x + DOT, y + DOT))
 
-    def level(self, value: float, about: str, *, is_left: bool = False) -> None:
-        """A line across the chart. Its label is at the left end below the line, or at the right end above it."""
+    def level(self, value: float, about: str, *, is_optional: bool = False) -> None:
+        """A line across the chart. Its label is above or below it, as far to the right as there is space."""
         at = self.y(value)
-        self._shapes.append(f'<line class="level" x1="{LEFT}" x2="{self.right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        self._shapes.append(
-            _text(LEFT + 6, at + 14, "start", about) if is_left else _text(self.right - 6, at - 5, "end", about)
-        )
+        line = f'<line class="level" x1="{LEFT}" x2="{self.right}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        if not is_optional:
+            self._shapes.append(line)
+            self._taken.append((LEFT, at - 0.5, self.right, at + 0.5))
+        first, last = LEFT + 3, self.right - 3 - LETTER * len(about)
+        along = [last + (first - last) * number / (NUM_PLACES - 1) for number in range(NUM_PLACES)]
+        places = [(x, y) for x in along for y in (at - 10, at + 17)]
+        self._labels.append((about, places, line if is_optional else ""))
 
-    def upright(self, kind: str, size: float, about: str, low: float, high: float) -> None:
-        """An upright line. Its label is right of it at `low`, or left of it at `high` if there is no space: a curve
-        that rises has space there."""
-        at = self.x(size)
+    def upright(self, kind: str, size: float, about: str) -> None:
+        """An upright line. Its label is right or left of it, as low as there is space."""
+        at, width = self.x(size), LETTER * len(about)
         self._shapes.append(f'<line class="{kind}" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{self.bottom}"/>')
-        if at + 6 + LETTER * len(about) <= self.right:
-            self._shapes.append(_text(at + 6, low, "start", about))
-        else:
-            self._shapes.append(_text(at - 6, high, "end", about))
+        self._taken.append((at - 1, TOP, at + 1, self.bottom))
+        first, last = self.bottom - 12, TOP + ABOVE
+        along = [first + (last - first) * number / (NUM_PLACES - 1) for number in range(NUM_PLACES)]
+        self._labels.append((about, [(x, y) for x in (at + 6, at - 6 - width) for y in along], ""))
+
+    def _placed(self) -> Iterator[str]:
+        """Each label at the first of its places where it overlaps nothing, or where it overlaps least."""
+        for about, places, line in self._labels:
+            boxes = [(x, y - ABOVE, x + LETTER * len(about), y + BELOW) for x, y in places]
+            box = min(boxes, key=self._num_overlaps)
+            if line and self._num_overlaps(box):
+                continue
+            self._taken.append(box)
+            yield line + _text(box[0], box[3] - BELOW, "start", about)
+
+    def _num_overlaps(self, box: Box) -> int:
+        left, top, right, bottom = box
+        if left < LEFT or right > self.right or top < 0 or bottom > self.bottom:
+            return len(self._taken) + 1
+        wider = (left - GAP, top - GAP, right + GAP, bottom + GAP)
+        return sum(overlap(wider, taken) for taken in self._taken)
 
     def svg(self, about: str) -> str:
-        inside = "\n".join([*self._grid(), *self._shapes])
+        inside = "\n".join([*self._grid(), *self._placed(), *self._shapes])
         frame = self.frame
         head = (
             f'<svg class="chart {frame.name}" viewBox="0 0 {frame.width:.0f} {frame.height:.0f}" role="img" '
@@ -169,14 +216,13 @@ def write_page(forecast: Forecast, trace: Path | None, file: Path, made: Made | 
 
 def make_page(forecast: Forecast, made: Made | None = None) -> str:
     """The page as text, in ASCII."""
-    style, advice = asset(__package__, "plan.css"), advise(forecast)
-    below = [*([MADE_UP] if made else []), *consequences(forecast, advice)]
+    style, advice = asset(__package__, "plan.css"), advise(forecast, made)
     parts = {
         "TITLE": html.escape(plain(forecast.trace.name)),
         "POLICY": f"default-src 'none'; style-src {content_hash(style)}",
         "STYLE": style,
         "ADVICE": html.escape(advice.sentence),
-        "SUMMARY": _paragraphs(below),
+        "SUMMARY": _paragraphs(below(forecast, advice, made)),
         "WARNINGS": "".join(f'<p class="warning">{html.escape(line)}</p>' for line in cautions(forecast)),
         "LEGEND": _legend(forecast),
         "HITS": "".join(_hits(forecast, advice, frame) for frame in FRAMES),
@@ -221,31 +267,27 @@ def _new_chart(forecast: Forecast, frame: Frame, top: float, step: float, write:
 
 
 def _hits(forecast: Forecast, advice: Advice, frame: Frame) -> str:
-    asked = max(1, forecast.trace.num_asked)
-    alone, endless = float(forecast.on_device.sum()) / asked, forecast.num_endless / asked
-    highest = max(endless, *(row.num_hit_blocks / asked for row in forecast.rows), 0.05)
+    alone, endless = saved(forecast, forecast.rows[1]), saved(forecast, forecast.rows[-1])
+    highest = max(0.05, *(saved(forecast, row) for row in forecast.rows))
     step = round_step(highest)
     top = min(1.0, step * math.ceil(1.08 * highest / step))
     chart = _new_chart(forecast, frame, top, step, percent)
+    asked = forecast.trace.num_prompt_tokens
     sizes = np.geomspace(chart.least, chart.most, NUM_POINTS).tolist()
-    found = [forecast.num_hits(int(size // forecast.block_bytes)) / asked for size in sizes]
-    device = f"device alone, {binary_size(forecast.sizes.device)}"
-    if chart.y(alone) - chart.y(endless) < LABEL:
-        chart.level(alone, f"{device}; unlimited host: {percent(endless)}")
+    found = [forecast.num_hit_tokens(int(size // forecast.block_bytes)) / asked for size in sizes]
+    if chart.y(alone) - chart.y(endless) < 1:
+        chart.level(alone, "device alone, unlimited host")
     else:
-        chart.level(alone, device)
-        chart.level(endless, "unlimited host", is_left=True)
+        chart.level(endless, "unlimited host")
+        chart.level(alone, f"device alone, {binary_size(forecast.sizes.device)}")
     if advice.row is not None:
-        between = (chart.y(alone) + chart.bottom) / 2 + 4
-        low = between if chart.bottom - between > LABEL / 2 else chart.y(alone) - LABEL
-        size = advice.row.host_bytes
-        chart.upright("bought", size, f"buy {binary_size(size)}", low, chart.y(endless) + 14)
+        chart.upright("bought", advice.row.host_bytes, f"buy {binary_size(advice.row.host_bytes)}")
     chart.line("curve", zip(sizes, found, strict=True))
     for number, kind in enumerate(forecast.kinds):
         for row in _sized(forecast, kind):
-            about = f"{kind}, {binary_size(row.host_bytes)}: {percent(row.num_hit_blocks / asked)}"
-            chart.mark(f"mark{number % NUM_COLOURS}", row.host_bytes, row.num_hit_blocks / asked, about)
-    return chart.svg("Share of the prompts' blocks that hit, by the size of host memory")
+            about = f"{kind}, {binary_size(row.host_bytes)}: {percent(saved(forecast, row))}"
+            chart.mark(f"mark{number % NUM_COLOURS}", row.host_bytes, saved(forecast, row), about)
+    return chart.svg("Share of the prompt tokens that hit, by the size of host memory")
 
 
 def _times(forecast: Forecast) -> str:
@@ -265,8 +307,8 @@ def _time_chart(forecast: Forecast, frame: Frame, highest: float) -> str:
     alone = forecast.rows[1].first_token
     assert alone is not None
     chart.level(alone.p90_s, "device alone, 90th percentile")
-    if chart.y(alone.p50_s) - chart.y(alone.p90_s) >= LABEL:
-        chart.level(alone.p50_s, "device alone, median")
+    if chart.y(alone.p50_s) - chart.y(alone.p90_s) >= ABOVE:
+        chart.level(alone.p50_s, "device alone, median", is_optional=True)
     for number, kind in enumerate(forecast.kinds):
         for name, style in (("p50_s", ""), ("p90_s", " p90")):
             points = [(float(row.host_bytes), float(getattr(row.first_token, name))) for row in _sized(forecast, kind)]

@@ -8,9 +8,9 @@ from typing import Any
 from .._runtime.costs import WORTH
 from ..trace.output import text_table
 from ..trace.wording import counted, duration, plain
-from .advice import advise, consequences, percent, rule
+from .advice import Advice, advise, consequences, percent, rule
 from .forecast import BY_DISTANCE, NO_STORE, Forecast, Row, binary_size
-from .mixes import Made
+from .mixes import LOAD, Made
 
 # -- warnings --------------------------------------------------------------------------------------------------------
 #
@@ -97,16 +97,18 @@ def _too_busy(forecast: Forecast) -> Iterator[str]:
 
 NOT_KNOWN = "-"
 MADE_UP = "This mix is an invented workload. Plan with a trace of your own for a real answer (aoffload plan TRACE)."
+OWN_USERS = (
+    f"The number of users depends on the prefill speed: if nothing is cached, prefill takes at most {percent(LOAD)} of "
+    "the time (with more than 1 user). To compare hardware at the same workload, pass --users."
+)
 ASSUMES = "The mix assumes:"
 
 
 def as_text(forecast: Forecast, made: Made | None = None) -> Iterator[str]:
     """The lines for a terminal. The first one says what to buy."""
-    advice = advise(forecast)
+    advice = advise(forecast, made)
     yield advice.sentence
-    yield from consequences(forecast, advice)
-    if made is not None:
-        yield MADE_UP
+    yield from below(forecast, advice, made)
     yield ""
     yield from text_table([heading(forecast), *(cells(forecast, row) for row in forecast.rows)], num_left(forecast))
     if forecast.quotas:
@@ -122,6 +124,15 @@ def as_text(forecast: Forecast, made: Made | None = None) -> Iterator[str]:
     if made is not None:
         yield ASSUMES
         yield from (f"- {line}" for line in made.mix.assumptions(made.users))
+
+
+def below(forecast: Forecast, advice: Advice, made: Made | None) -> Iterator[str]:
+    """The lines below the first sentence."""
+    if made is not None:
+        yield MADE_UP
+        if made.has_own_users:
+            yield OWN_USERS
+    yield from consequences(forecast, advice)
 
 
 def basis(forecast: Forecast) -> Iterator[str]:
@@ -222,15 +233,17 @@ def _age(forecast: Forecast, row: Row) -> str:
 
 def as_json(forecast: Forecast, made: Made | None = None) -> dict[str, Any]:
     """The forecast in bytes, seconds, blocks and tokens, as the field names say."""
-    trace, advice = forecast.trace, advise(forecast)
+    trace, advice = forecast.trace, advise(forecast, made)
     bought = advice.row
     return {
         "advice": {
             "sentence": advice.sentence,
             "host_bytes": 0 if bought is None else bought.host_bytes,
             "disk_bytes": 0 if bought is None else bought.disk_bytes,
+            "consequences": list(consequences(forecast, advice)),
+            "rule": rule(forecast),
         },
-        "mix": None if made is None else {"users": made.users, "assumptions": [*made.mix.assumptions(made.users)]},
+        "mix": None if made is None else _mix(made),
         "trace": {
             "name": trace.name,
             "num_requests": len(trace.requests),
@@ -248,6 +261,14 @@ def as_json(forecast: Forecast, made: Made | None = None) -> dict[str, Any]:
         "num_endless_hit_blocks": forecast.num_endless,
         "rows": [_row(row) | {"is_trace_too_short": forecast.is_too_short_for(row)} for row in forecast.rows],
         "warnings": list(cautions(forecast)),
+    }
+
+
+def _mix(made: Made) -> dict[str, Any]:
+    return {
+        "users": made.users,
+        "has_own_users": made.has_own_users,
+        "assumptions": [*made.mix.assumptions(made.users)],
     }
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from synthetic_traces import BLOCK_TOKENS, MOST_BLOCKS, made, write_trace
 
 from aoffload.plan.advice import ENOUGH, LEAST, advise, consequences, percent, rule, saved
-from aoffload.plan.forecast import Forecast, Prices, Row, Sizes, Speeds
-from aoffload.plan.trace import read_trace
+from aoffload.plan.forecast import Forecast, Prices, Row, Sizes, Speeds, binary_size
+from aoffload.plan.trace import Trace, read_trace
+from aoffload.trace.wording import duration
 
 KV_BYTES = 1024
 BLOCK_BYTES = KV_BYTES * BLOCK_TOKENS
@@ -90,17 +92,63 @@ def test_prompts_that_do_not_return_need_no_memory(tmp_path: Path) -> None:
         "Buy nothing: offloading brings nothing here, because the device alone hits 0 % of the prompt tokens, and "
         "unlimited host memory would hit no more."
     )
-    assert not any("With it" in line for line in consequences(forecast, advice))
+    first, *_ = consequences(forecast, advice)
+    assert "of host memory, the time to the first token would stay the same: " in first
+
+
+def few_return(tmp_path: Path, count: int = 9) -> Trace:
+    """300 prompts that share nothing, and after 200 of them the first `count` again."""
+    once = [[10 * number + at for at in range(5)] for number in range(300)]
+    return read_trace(write_trace(tmp_path / "few.jsonl", [*once[:200], *once[:count], *once[200:]]), BLOCK_TOKENS)
 
 
 def test_a_gain_below_the_least_is_not_worth_buying(tmp_path: Path) -> None:
     """A few prompts return late: unlimited memory would hit some more, and the sentence says how many."""
-    once = [[10 * number + at for at in range(5)] for number in range(300)]
-    path = write_trace(tmp_path / "few.jsonl", [*once, *once[:9]])
-    forecast = Forecast(read_trace(path, BLOCK_TOKENS), Sizes(KV_BYTES, DEVICE))
+    forecast = Forecast(few_return(tmp_path), Sizes(KV_BYTES, DEVICE))
     assert 0 < saved(forecast, forecast.rows[-1]) < LEAST
-    sentence = advise(forecast).sentence
-    assert sentence.startswith("Buy nothing: unlimited host memory would hit 3 % of the prompt tokens")
+    assert advise(forecast).sentence == (
+        "Buy nothing: unlimited host memory would reduce prefill by only 3 %, because 3 % of the prompt tokens would "
+        "be hits, 3 points more than with the device alone."
+    )
+
+
+def test_times_are_told_also_if_nothing_is_worth_buying(tmp_path: Path) -> None:
+    """Those of the smallest size that has enough of the gain: a reader may want them more than hits."""
+    trace = few_return(tmp_path)
+    forecast = Forecast(trace, Sizes(KV_BYTES, DEVICE), attrs.evolve(FAST, prefill_tokens_per_s=60.0))
+    advice = advise(forecast)
+    assert advice.row is None and gain(forecast, advice.best) >= ENOUGH
+    first, *_ = consequences(forecast, advice)
+    before, after = forecast.rows[1].first_token, advice.best.first_token
+    assert before is not None and after is not None and after.p90_s < before.p90_s
+    tails = f"from {duration(before.p90_s)} to {duration(after.p90_s)} (90th percentile)"
+    assert first.startswith(f"With {binary_size(advice.best.host_bytes)} of host memory, ") and tails in first
+
+
+def test_the_least_is_a_share_of_the_tokens_that_the_device_computes(tmp_path: Path) -> None:
+    """The device alone hits nearly all, so the gain is few points; but prefill takes much less with host memory, and
+    the first sentence says to buy."""
+    often = [[10 * (number // 20) + at for at in range(5)] for number in range(1200)]
+    path = write_trace(tmp_path / "often.jsonl", [*often, *often[::20]])
+    forecast = Forecast(read_trace(path, BLOCK_TOKENS), Sizes(KV_BYTES, DEVICE))
+    alone, endless = forecast.rows[1], forecast.rows[-1]
+    assert saved(forecast, endless) - saved(forecast, alone) < 0.05
+    assert endless.num_computed_tokens < (1 - LEAST) * alone.num_computed_tokens
+    assert advise(forecast).row is not None
+
+
+def test_the_rule_is_in_short_sentences(tmp_path: Path) -> None:
+    """With the two numbers that it depends on."""
+    sentences = rule(forecast_of(tmp_path, speeds=FAST)).removesuffix(".").split(". ")
+    assert len(sentences) == 5 and max(len(sentence.split()) for sentence in sentences) <= 25
+    assert sentences[2] == (
+        "The advice names the smallest host memory of the table that has at least 80 % of the gain of unlimited host "
+        "memory"
+    )
+    assert sentences[3] == (
+        "The advice is to buy nothing if unlimited host memory would reduce prefill by less than 10 %, or if loading "
+        "takes longer than computing"
+    )
 
 
 def test_loads_that_are_slower_than_computing_are_not_worth_buying(tmp_path: Path) -> None:
@@ -135,7 +183,7 @@ def test_times_with_and_without_are_those_of_the_rows(tmp_path: Path) -> None:
     first, *_ = consequences(forecast, advice)
     fewer = forecast.rows[1].num_computed_tokens - advice.row.num_computed_tokens
     minutes, seconds = divmod(round(fewer / 2000 / forecast.trace.duration_s * 3600), 60)
-    assert first.endswith(f"prefill takes {minutes} min {seconds:02} s less in an hour.")
+    assert first.endswith(f"prefill would take {minutes} min {seconds:02} s less in an hour.")
     assert list(consequences(forecast_of(tmp_path), advice)) == []
 
 

@@ -10,13 +10,14 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from synthetic_traces import BLOCK_TOKENS, agents, conversations, write_trace
 
 from aoffload.plan.command import main
-from aoffload.plan.page import round_step, tick_time
+from aoffload.plan.page import BOTTOM, LEFT, RIGHT, TOP, Box, overlap, round_step, tick_time
 
 SIZES = ("--kv-bytes-per-token", "1KiB", "--device", "1200KiB", "--host", "3MiB,12MiB", "--block-tokens", "8")
 SPEEDS = ("--prefill-tokens-per-s", "2000", "--host-gbs", "1", "--price-per-gib-month", "4")
@@ -49,10 +50,10 @@ def test_the_first_line_says_what_to_buy(trace: str, capsys: pytest.CaptureFixtu
         "Buy 12 MiB of host memory: 85 % of the prompt tokens would be hits, 24 points more than with the device alone "
         "and as many as with unlimited host memory."
     )
-    assert "smallest host memory of the table that saves at least 80 % of the prompt tokens" in last
+    assert "smallest host memory of the table that has at least 80 % of the gain of unlimited host memory" in last
     assert main([trace, *SIZES, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["advice"] == {
-        "sentence": first, "host_bytes": 12 * 2**20, "disk_bytes": 0,
+        "sentence": first, "host_bytes": 12 * 2**20, "disk_bytes": 0, "consequences": [], "rule": last,
     }  # fmt: skip
 
 
@@ -151,6 +152,22 @@ def test_what_cannot_be_is_one_line_and_status_2(
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("aoffload plan: ") and captured.err.count("\n") == 1
     assert problem in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--device", "24"], " (did you mean 24GiB?)"), (["--host", "1TiB,64"], " (did you mean 64GiB?)"),
+        (["--disk", "2"], " (did you mean 2GiB?)"), (["--device", "24B"], ""), (["--device", "12000"], ""),
+        (["--device", "1KiB", "--host", "64"], ""),
+    ],
+)  # fmt: skip
+def test_a_forgotten_unit_is_guessed(
+    trace: str, arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For a small number without a unit, and only in the error about this number."""
+    assert main([trace, *SIZES, *arguments]) == 2
+    assert capsys.readouterr().err.endswith(f" {2 if '--device' in arguments else 1} are needed{hint}\n")
 
 
 @pytest.mark.parametrize(
@@ -316,3 +333,61 @@ def test_nothing_is_said_twice_on_a_page(page: str) -> None:
     (sentence,) = re.findall(r"<h1>(.*?)</h1>", page)
     assert sentence.startswith("Buy ") and page.count(sentence) == 1
     assert "smallest host memory" in page or "cheapest row" in page
+
+
+# -- labels of charts --------------------------------------------------------------------------------------------------
+
+
+def boxes_of(chart: str) -> tuple[list[tuple[str, Box]], list[Box]]:
+    """The labels inside a chart, with their boxes; and the boxes of dots, of upright lines, and of pieces of curves."""
+    labels, taken = list[tuple[str, Box]](), list[Box]()
+    height, inside = float(re.findall(r'viewBox="0 0 \d+ (\d+)"', chart)[0]), chart.partition("</svg>")[0]
+    for x, y, about in re.findall(r'<text x="([\d.]+)" y="([\d.-]+)" text-anchor="start">(.*?)</text>', inside):
+        left, base = float(x), float(y)
+        labels.append((about, (left, base - 9, left + 6.3 * len(about), base + 3)))
+        assert left >= LEFT and left + 6.3 * len(about) <= float(re.findall(r"0 0 (\d+)", chart)[0]) - RIGHT
+        assert base >= 9 and base + 3 <= height - BOTTOM
+    for x, y in re.findall(r'<circle [^>]*cx="([\d.]+)" cy="([\d.]+)"', inside):
+        taken.append((float(x) - 4, float(y) - 4, float(x) + 4, float(y) + 4))
+    for x in re.findall(r'<line class="bought" x1="([\d.]+)"', inside):
+        taken.append((float(x), TOP, float(x), height - BOTTOM))
+    for text in re.findall(r'points="([^"]+)"', inside):
+        points = [tuple(map(float, point.split(","))) for point in text.split()]
+        for (x, y), (next_x, next_y) in pairwise(points):
+            for at in range(21):
+                here, there = x + (next_x - x) * at / 20, y + (next_y - y) * at / 20
+                taken.append((here, there, here, there))
+    return labels, taken
+
+
+def charts_of(page: str) -> list[str]:
+    return re.findall(r'<svg class="chart .*?</svg>', page, re.DOTALL)
+
+
+@pytest.mark.parametrize("arguments", [
+    ("agents",), ("conversations",), ("documents",), ("agents", "--users", "4"), ("agents", "--users", "30"),
+    ("agents", "--kv-bytes-per-token", "64KiB", "--device", "24GiB", "--prefill-tokens-per-s", "8000"),
+    ("agents", "--host-gbs", "3"), ("agents", "--host", "200GiB"), ("conversations", "--device", "10GiB"),
+])  # fmt: skip
+def test_labels_of_charts_overlap_nothing(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """No curve, dot, upright line, or other label, in wide and narrow windows. Each is inside the chart."""
+    assert main(["--mix", *arguments, "--html", str(tmp_path / "page.html")]) == 0
+    charts = charts_of((tmp_path / "page.html").read_text())
+    assert len(charts) == 4
+    for chart in charts:
+        labels, taken = boxes_of(chart)
+        assert any("device alone" in about for about, _ in labels)
+        for number, (about, box) in enumerate(labels):
+            others = [*taken, *(other for _, other in labels[:number])]
+            assert not any(overlap(box, other) for other in others), about
+
+
+def test_the_chart_of_hits_counts_what_the_table_counts(tmp_path: Path) -> None:
+    """Prompt tokens, not blocks: a dot has the share that its row has, also where the two differ. No label of a line
+    repeats a share."""
+    assert main(["--mix", "agents", "--block-tokens", "8192", "--html", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    dots = dict(re.findall(r"<title>eager, lru, (.*?): (.*?)</title>", page))
+    rows = dict(re.findall(r"<td>host (.*?)</td><td>(?:&#8805; )?(.*?)</td>", page))
+    assert len(rows) >= 6 and dots == rows
+    assert not any("%" in about for chart in charts_of(page) for about, _ in boxes_of(chart)[0])

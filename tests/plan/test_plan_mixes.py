@@ -41,6 +41,8 @@ def test_a_mix_is_planned_like_a_trace(name: str, tmp_path: Path, capsys: pytest
     from_file = planned(capsys, str(file), *NUMBERS)
     assert from_mix.pop("mix")["users"] > 1 and from_file.pop("mix") is None
     assert (from_mix["trace"].pop("name"), from_file["trace"].pop("name")) == (f"mix {name}", "mix.jsonl")
+    of_mix, of_file = (each["advice"].pop("sentence") for each in (from_mix, from_file))
+    assert re.sub(r" for [\d,]+ users \(choose with --users\):", ":", of_mix) == of_file != of_mix
     assert from_mix == from_file and from_mix["trace"]["num_requests"] > 100
 
 
@@ -67,6 +69,24 @@ def test_a_slow_device_has_one_user(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "\n- 1 user for 4 hours: " in printed and "warning: Computing takes more time than the trace lasts" in printed
     )
+
+
+def test_the_first_sentence_names_the_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the terminal, on the page and in JSON. If --users is not given, a line says that the number depends on the
+    prefill speed, because a plan of other hardware is then one of another workload."""
+    file = tmp_path / "page.html"
+    slow = ("--mix", "agents", "--prefill-tokens-per-s", "8000")
+    for chosen, named in (((), "6 users (choose with --users)"), (("--users", "2"), "2 users")):
+        assert main([*slow, *chosen, "--html", str(file)]) == 0
+        first, *others = capsys.readouterr().out.splitlines()
+        assert first.startswith("Buy ") and f" for {named}: " in first
+        assert f"<h1>{first}</h1>" in file.read_text()
+        found = planned(capsys, *slow, *chosen)
+        assert found["advice"]["sentence"] == first and found["mix"]["has_own_users"] == (not chosen)
+        assert any(line.startswith("The number of users depends on the prefill speed") for line in others) != bool(
+            chosen
+        )
+        assert ("The number of users depends" in file.read_text()) != bool(chosen)
 
 
 def test_what_the_mix_assumes_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,14 +165,19 @@ def test_the_mix_hits_like_the_public_trace(name: str) -> None:
 def test_documents_that_are_read_once_need_no_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """For those whose prompts do not return, the first line says that offloading brings nothing."""
     assert main(["--mix", "documents"]) == 0
-    assert capsys.readouterr().out.startswith("Buy nothing: offloading brings nothing here, because ")
+    assert capsys.readouterr().out.startswith(
+        "Buy nothing for 156 users (choose with --users): offloading brings nothing here, because "
+    )
 
 
 def test_a_slow_link_makes_it_worthless(capsys: pytest.CaptureFixture[str]) -> None:
     """At the same hits."""
     assert main(["--mix", "agents", "--host-gbs", "3"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("Buy nothing: loading a token from host memory takes 109 % of the time that computing")
+    assert printed.startswith(
+        "Buy nothing for 17 users (choose with --users): loading a token from host memory takes 109 %"
+    )
+    assert "the time to the first token would go from 1.98 s to 2.14 s (median)" in printed
     assert "Loading is faster only above 3.28 GB/s from the host at this prefill speed" in printed
 
 
