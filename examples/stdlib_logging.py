@@ -18,7 +18,7 @@ PROMPT = list(range(40))
 
 
 class Formatter(logging.Formatter):
-    """One line for each event. A formatter that writes JSON finds the same attributes in the record."""
+    """One line for each event. For a formatter that writes JSON, see docs/howto/logs-and-spans.md."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = vars(record)  # {"request_id": "r1", "num_computed_tokens": 40, ...}

@@ -22,8 +22,12 @@ import torch
 
 import aoffload
 from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime, Request, RequestState
-from aoffload.ledger import Direction
+from aoffload._common.commands import ProgressLine
+from aoffload.ledger import Direction, LedgerLog, WorkerFailed
 from aoffload.testing import FaultyTransport
+from aoffload.trace.command import main as trace_command
+from aoffload.trace.events import EventReader, LogLines
+from aoffload.trace.output import Progress
 from aoffload.transport import LocalTransport
 
 ROOT = Path(__file__).parents[1]
@@ -297,7 +301,7 @@ async def sliding(names: Names, _: Path) -> None:
         assert not any(window[:first]) and all(window[first:])
 
 
-async def logging_and_tracing(names: Names, _: Path) -> None:
+async def logging_and_tracing(names: Names, path: Path) -> None:
     """Each function of the page opens a runtime whose events arrive where the page says."""
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -326,6 +330,36 @@ async def logging_and_tracing(names: Names, _: Path) -> None:
     found = {record.getMessage(): vars(record) for record in records}
     assert "request_pinned" not in found and found["request_done"]["request_id"] == "r1"
     assert [span.name for span in exporter.get_finished_spans()] == ["aoffload.request", "aoffload.store"]
+    await formatting(names, path, logger)
+
+
+async def formatting(names: Names, path: Path, logger: logging.Logger) -> None:
+    """`aoffload trace` reads what the formatter for `logging` writes: every event, with its fields, its level and the
+    time of its record."""
+    records = list[logging.LogRecord]()
+    handler = logging.FileHandler(path / "kv.log")
+    handler.setFormatter(names["json_formatter"])
+    handler.addFilter(lambda record: records.append(record) or True)
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    async with names["open_with_logging"](config(), torch.zeros(NUM_ROWS, 8)) as runtime:
+        async with runtime.request(range(9), "r1") as request:
+            await request.allocate()
+            await request.load()
+            request.commit(9)
+    LedgerLog(logger).observe(WorkerFailed(ValueError("a bug")))
+    logger.removeHandler(handler)
+    handler.close()
+    reader = EventReader(LogLines(path / "kv.log", Progress(ProgressLine(io.StringIO()))))
+    events = list(reader)
+    assert reader.parse_errors.sentences() == [] and len(events) == len(records) > 8
+    known = {*vars(logging.makeLogRecord({})), "message", "asctime"}
+    for event, record in zip(events, records, strict=True):
+        fields = {name: value for name, value in vars(record).items() if name not in known}
+        assert json.loads(json.dumps(fields)).items() <= event.fields.items()
+        assert (event.name, event.fields["level"]) == (record.getMessage(), record.levelname.lower())
+        assert event.at_s == pytest.approx(record.created, abs=60)
+    assert trace_command([str(path / "kv.log"), "request", "r1"]) == 0
 
 
 async def answering(names: Names, _: Path) -> None:

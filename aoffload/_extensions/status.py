@@ -154,14 +154,18 @@ class RequestStatus:
         state = f"request {plain(self.request_id)}, {self.state.value}{_for(self.age_s)}, {blocks(self.num_blocks)}"
         return f"{state}; waits for {self.what()}"
 
-    def what(self) -> str:
-        """The wait as text: its cause, the holders, and the reason why a part of the hit is computed."""
-        found = self._what() if self.declined is None else f"{self._what()}; {self.declined}"
+    def what(self, *, names_holders: bool = True) -> str:
+        """The wait as text: its cause, the holders, and the reason why a part of the hit is computed.
+
+        `names_holders`: whether a wait for free blocks names the largest holders of device blocks."""
+        found = self._what(names_holders)
+        if self.declined is not None:
+            found += f"; {self.declined}"
         if self.cancelled:
             return f"its task to leave its `async with` block, cancelled ({plain(self.cancelled)}); {found}"
         return found
 
-    def _what(self) -> str:
+    def _what(self, names_holders: bool) -> str:
         if self.waits_for is WaitsFor.PROGRAM:
             return "its program, which makes the next call"
         held = "; ".join(map(str, self.held_by)) or "nothing"
@@ -171,7 +175,8 @@ class RequestStatus:
             return f"an answer of the remote store{_for(self.waited_s)}"
         if self.waits_for is WaitsFor.BLOCKS:
             place = f"place {self.place} in the queue"
-            return f"{blocks(self.num_missing)}{_for(self.waited_s)}, {place}; held by {held}"
+            found = f"{blocks(self.num_missing)}{_for(self.waited_s)}, {place}"
+            return f"{found}; held by {held}" if names_holders else found
         return f"{self.waits_for.value}: {held}"
 
 
@@ -197,10 +202,14 @@ def _named(names: Sequence[str], over: Sequence[str]) -> str:
 
 
 def explained(about: str, requests: Iterable[RequestStatus], holders: Iterable[Holder]) -> str:
-    """The report of `Ledger.explain`: `about`, a table of the requests, and a list of the holders."""
+    """The report of `Ledger.explain`: `about`, a table of the requests, and a list of the holders. Only the first wait
+    for free blocks names its holders, because the list names them, too."""
     rows: list[tuple[str, ...]] = []
+    names_holders = True
     for one in requests:
-        rows.append((plain(one.request_id), one.state.value, seconds(one.age_s), f"{one.num_blocks:,}", one.what()))
+        what = one.what(names_holders=names_holders)
+        names_holders = names_holders and one.waits_for is not WaitsFor.BLOCKS
+        rows.append((plain(one.request_id), one.state.value, seconds(one.age_s), f"{one.num_blocks:,}", what))
     lines = [about, *_table(("request", "state", "for", "blocks", "waits for"), rows)]
     held = [f"  {holder}" for holder in holders]
     lines += ["device blocks are held by", *(held or ["  nothing"])]

@@ -32,11 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except OSError as error:
         return ended_by(NAME, error)
-    except EmptyLogError:
+    except EmptyLogError as error:
         before = "" if options.until is None else ", or none before --until"
-        return complain(
-            NAME, f"{options.log}: no event of aoffload in it{before} (docs/tracing.md says how to get JSON lines)"
-        )
+        found = f"no event of aoffload in it{before}: {error}"
+        return complain(NAME, f"{options.log}: {found}; docs/howto/logs-and-spans.md shows how to write a log")
     except UnknownError as error:
         return complain(NAME, str(error))
     except KeyboardInterrupt:

@@ -290,6 +290,14 @@ class EventReader:
         self.num_events -= 1
         self.parse_errors.add(ParseError.MALFORMED, self.lines.num_lines, event.name)
 
+    def content(self) -> str:
+        """The number of lines, and how many of them are JSON. If none of these has the keys of an event, also that."""
+        counts = {error: self.parse_errors.num_lines(error) for error in ParseError}
+        num_json = self.lines.num_lines - counts[ParseError.NOT_JSON] - counts[ParseError.CUT_OFF]
+        lacks_keys = 0 < num_json == counts[ParseError.NO_EVENT] + counts[ParseError.NO_TIME]
+        keys = ", none with the keys `event` and `timestamp` (ISO 8601 or seconds since 1970)" if lacks_keys else ""
+        return f"{counted(self.lines.num_lines, 'line')}, {num_json:,} of them JSON{keys}"
+
     def _parse(self, line: bytes) -> Event | None:
         try:
             fields = json.loads(line)

@@ -138,8 +138,6 @@ class Figures(Listener):
     """Loads and fetches that were not worth their time."""
     num_open: int = 0
     """Requests and steps that have not ended."""
-    num_pending: int = 0
-    """Matches that were answered PENDING."""
     until_running: Durations = attrs.field(factory=Durations)
     """Durations from the match until the request runs for the first time."""
     in_all: Durations = attrs.field(factory=Durations)
@@ -226,7 +224,6 @@ class Figures(Listener):
         for interval in timeline.intervals():
             self.in_state.setdefault(interval.state, Durations()).add(interval.duration_s)
         self.in_all.add(timeline.duration_s)
-        self.num_pending += timeline.facts.get("num_pending", 0)
         if "running" in timeline.states:
             self.until_running.add(timeline.times_s[timeline.states.index("running")] - timeline.start_s)
         if "num_blocks" in timeline.facts:

@@ -17,7 +17,8 @@ from .wording import counted, date_and_time, duration
 
 
 class EmptyLogError(Exception):
-    """The log has no event of aoffload."""
+    """The log has no event of aoffload. The message says how many of its lines are JSON, and whether the keys of an
+    event are missing in all of them."""
 
 
 @attrs.define(eq=False)
@@ -77,7 +78,7 @@ class Scan:
                 except FieldError:
                     self.reader.leave_out(event)
         if not self.reader.num_events:
-            raise EmptyLogError(str(self.path))
+            raise EmptyLogError(self.reader.content())
         self.last_s = max(self.last_s, self.until_s or 0.0)
         for runtime in self.runtimes.lives:
             self.book.runtime_over(runtime, self.last_s if runtime.closed_s is None else None)

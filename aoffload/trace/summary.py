@@ -17,7 +17,7 @@ MAX_REASONS = 10
 MAX_NAMED = 4
 _PLURALS = {Kind.PREFETCH: "prefetches", Kind.FETCH: "fetches"}
 STATES = {
-    RequestState.MATCHED.value: "told to ask again",
+    RequestState.MATCHED.value: "was looked up in the cache",
     RequestState.PINNED.value: "waits for blocks",
     FETCHING: "waits for a fetch from a lower tier",
     RequestState.ALLOCATED.value: "has blocks, not loading yet",
@@ -28,10 +28,13 @@ STATES = {
     RequestState.RUNNING.value: "computes",
     RequestState.PREEMPTED.value: "gave up its blocks",
 }
-"""What a request is doing in each state. MATCHED lasts for part of a step only, unless the request was answered "ask
-again"."""
-ENGINE_OWNED = {RequestState.PINNED.value: "waits for its program"}
-"""The differences for an engine that owns the device blocks, because no request waits for blocks here."""
+"""What a request is doing in each state."""
+ENGINE_OWNED = {
+    RequestState.MATCHED.value: "was looked up, may have to ask again",
+    RequestState.PINNED.value: "waits for its program",
+}
+"""The differences for an engine that owns the device blocks. Here a match may be PENDING, and no request waits for
+blocks."""
 
 
 def summary(scan: Scan, figures: Figures) -> Iterator[str]:
@@ -130,20 +133,20 @@ def doing(timeline: Timeline) -> str:
 
 def _states(scan: Scan, figures: Figures) -> list[str]:
     lives = [life for life in scan.runtimes.lives if figures.is_wanted(life)]
-    rows = [["time in state", "", "times", "p50", "p90", "p99", "longest", "of all"]]
+    rows = [["  state", "meaning", "times", "p50", "p90", "p99", "longest", "share"]]
     whole = figures.in_all
     for state in STATES:
         found = figures.in_state.get(state)
-        if found is not None and (state != RequestState.MATCHED.value or figures.num_pending):
-            of_all = share(found.total_s, whole.total_s)
-            rows.append([f"  {state}", meaning(state, *lives), *_percentiles(found), of_all])
-    if figures.until_running.num:
-        rows.append(["  until it computes", "from its match on", *_percentiles(figures.until_running), ""])
+        if found is not None:
+            part = share(found.total_s, whole.total_s)
+            rows.append([f"  {state}", meaning(state, *lives), *_percentiles(found), part])
     if whole.num:
-        rows.append(["  in all", "", *_percentiles(whole), ""])
+        rows.append(["  total", "from its match to its end", *_percentiles(whole), "100%"])
+    if figures.until_running.num:
+        rows.append(["  until running", "from its match until it computes", *_percentiles(figures.until_running), ""])
     if figures.steps.num:
-        rows.append(["  steps", "hold their blocks", *_percentiles(figures.steps), ""])
-    return text_table(rows, 2) if len(rows) > 1 else []
+        rows.append(["  steps", "hold their blocks until they end", *_percentiles(figures.steps), ""])
+    return ["how long requests were in each state", *text_table(rows, 2)] if len(rows) > 1 else []
 
 
 def _percentiles(found: Durations) -> list[str]:
@@ -151,7 +154,8 @@ def _percentiles(found: Durations) -> list[str]:
 
 
 def _jobs(figures: Figures) -> list[str]:
-    rows = [["jobs", "done", "failed", "dropped", "blocks", "bytes", "rate", "copy p50", "p99", "settled p50", "p99"]]
+    head = ["  direction", "done", "failed", "dropped", "blocks", "bytes", "rate"]
+    rows = [[*head, "copy p50", "copy p99", "job p50", "job p99"]]
     for link, found in figures.jobs.items():
         if not found.outcomes.total:
             continue
@@ -159,9 +163,10 @@ def _jobs(figures: Figures) -> list[str]:
         outcomes = [*(f"{found.outcomes.count(name):,}" for name in ("completed", "failed")), f"{num_dropped:,}"]
         seconds = found.copies.total_s
         rate = f"{size(found.num_bytes / seconds)}/s" if seconds else "-"
-        times = [duration(times.percentile(at)) for times in (found.copies, found.spans) for at in (50, 99)]
-        rows.append([f"  {link.name}", *outcomes, f"{found.num_blocks:,}", size(found.num_bytes), rate, *times])
-    return text_table(rows) if len(rows) > 1 else []
+        durations = [duration(times.percentile(at)) for times in (found.copies, found.spans) for at in (50, 99)]
+        rows.append([f"  {link.name}", *outcomes, f"{found.num_blocks:,}", size(found.num_bytes), rate, *durations])
+    title = "copy jobs (copy: time of the copy alone; job: time from job_launched to job_completed)"
+    return [title, *text_table(rows)] if len(rows) > 1 else []
 
 
 def _others(figures: Figures) -> list[str]:

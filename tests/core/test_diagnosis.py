@@ -91,6 +91,23 @@ def test_numbers_are_written_in_one_way() -> None:
     )
 
 
+def test_explain_names_the_holders_once() -> None:
+    """However many requests wait for free blocks: the first one names the holders, the others only their place. The
+    list below names every holder, and each status has its holders."""
+    driven = Timed(8)
+    driven.allocated(prompt(1, 32), request_id="hog")
+    for number in range(2, 12):
+        driven.ledger.queue_allocation(driven.admit(prompt(number, 8), request_id=f"waiter{number}"))
+    text, holder = driven.ledger.explain(), "request hog, allocated for 0.0 s: 8 blocks"
+    assert text.count(f"held by {holder}") == 1 and text.count(holder) == 2
+    (first, *others) = [line for line in text.splitlines() if "waiter" in line]
+    assert first.endswith(f"2 blocks for 0.0 s, place 1 in the queue; held by {holder}")
+    assert [line[-len("place 10 in the queue") :].strip() for line in others] == [
+        f"place {place} in the queue" for place in range(2, 11)
+    ]
+    assert all(str(status).endswith(holder) for status in driven.ledger.reports.requests()[1:])
+
+
 def test_ages_count_from_the_last_move() -> None:
     """A request's from its state, a wait's from joining the line; the one that has been there for longest is first."""
     driven = Timed(8)

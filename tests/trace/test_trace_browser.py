@@ -227,7 +227,7 @@ def test_the_legend_says_what_each_colour_is(opened: Any, small: Path) -> None:
             "all => all.map((one) => getComputedStyle(one).backgroundColor + one.className)"
         )
         assert len(set(marks)) == len(marks) > 1
-    drawn = {"pinned", "allocated", "loading", "running", "preempted"}
+    drawn = {"matched", "pinned", "allocated", "loading", "running", "preempted"}
     text = page.locator("#states").inner_text()
     assert all(f"({state})" in text for state in drawn)
 

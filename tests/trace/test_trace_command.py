@@ -50,6 +50,25 @@ def test_the_summary_counts_what_the_log_says(real: Real, capsys: pytest.Capture
     assert f"{names['sampled']} lines left out: an event of another logger" in text
 
 
+def test_the_summary_has_each_state_and_says_what_its_columns_are(
+    real: Real, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every state that `aoffload trace LOG request ID` prints is a row of the first table, `matched` included. Both
+    tables have a title and a name for each column."""
+    path, events = real
+    assert main([str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index("how long requests were in each state")
+    table = [line.split() for line in lines[first + 1 : lines.index("", first)]]
+    assert table[0] == ["state", "meaning", "times", "p50", "p90", "p99", "longest", "share"]
+    states = {event["event"].removeprefix("request_") for event in events if event["event"].startswith("request_")}
+    rows = {row[0]: row for row in table[1:]}
+    assert rows.keys() >= states - {"done", "aborted", "cancelled"} >= {"matched"}
+    assert "was looked up in the cache" in " ".join(rows["matched"]) and rows["total"][-1] == "100%"
+    copies = lines.index("copy jobs (copy: time of the copy alone; job: time from job_launched to job_completed)")
+    assert lines[copies + 1].endswith("  copy p50  copy p99  job p50  job p99")
+
+
 def test_the_summary_is_what_comes_without_a_command(real: Real, capsys: pytest.CaptureFixture[str]) -> None:
     """`python -m aoffload.trace LOG` is of use by itself."""
     assert main([str(real[0])]) == 0
@@ -157,11 +176,22 @@ def test_part_of_an_id_names_all_that_have_it(
 def test_a_file_without_events_is_refused(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A log of somebody else's, or an empty one, makes no empty page."""
+    """A log of somebody else's, or an empty one, makes no empty page. The error says how many lines are JSON, whether
+    they lack the keys of an event, and which page shows how to write a log."""
     monkeypatch.chdir(tmp_path)
-    for text in ("", "not one of ours\n" * 5):
+    renamed = json.dumps({"message": "request_pinned", "timestamp": 1000.0, "request_id": "a"}) + "\n"
+    untimed = json.dumps({"event": "request_pinned", "time": 1000.0, "request_id": "a"}) + "\n"
+    lacks = ", none with the keys `event` and `timestamp` (ISO 8601 or seconds since 1970)"
+    for text, found in (
+        ("", "0 lines, 0 of them JSON"),
+        ("not one of ours\n" * 5, "5 lines, 0 of them JSON"),
+        (renamed, f"1 line, 1 of them JSON{lacks}"),
+        (f"INFO\n{renamed * 2}{untimed}", f"4 lines, 3 of them JSON{lacks}"),
+        (f"{line(1000, 'sampled')}\n{renamed}", "2 lines, 2 of them JSON"),
+    ):
         Path("other.log").write_text(text)
-        assert "no event of aoffload in it" in refused(["other.log", *command], capsys)
+        error = refused(["other.log", *command], capsys)
+        assert f"no event of aoffload in it: {found}; docs/howto/logs-and-spans.md shows how to write a log" in error
     assert [path.name for path in tmp_path.iterdir()] == ["other.log"]
 
 

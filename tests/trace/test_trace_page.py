@@ -149,11 +149,13 @@ def test_the_scripts_read_the_data_back(real: tuple[Path, list[dict[str, Any]]],
         " const indexes = new Map([1, 2].map((number) => [number, new LaneIndex(bars(number), lane, startS, stopS)]));"
         " const near = name.map((_, at) => "
         "   indexes.get(runtime[at]).nearest(lane[at], (startS[at] + stopS[at]) / 2, 0));"
-        " console.log(JSON.stringify([found.count, states, factsOf(trace, found.timelines[0]), near])); });"
+        " console.log(JSON.stringify([found.count, states, factsOf(trace, found.timelines[0]), near, trace.states]));"
+        "});"
     )
     (tmp_path / "program.js").write_text(program)
     done = subprocess.run(["node", str(tmp_path / "program.js"), str(data)], capture_output=True, check=True)
-    count, states, facts, near = json.loads(done.stdout)
+    count, states, facts, near, named = json.loads(done.stdout)
+    assert named["matched"] == "was looked up in the cache", "the legend names each state that a bar can show"
     assert (
         count == sum(event["event"] == "request_matched" and event["request_id"] == "waiter" for event in events) == 2
     )

@@ -34,7 +34,6 @@ async function readTrace(raw) {
   trace.timelineByNumber = new Map(Array.from(timelines.number, (number, at) => [number, at]));
   trace.jobsByTimeline = groupJobs(jobs);
   trace.bars = groupBars(trace);
-  if (timelines.num_pending.every((count) => count === NOT_KNOWN)) delete trace.states.matched; // none was told to ask again
   return trace;
 }
 
