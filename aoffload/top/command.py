@@ -341,7 +341,12 @@ def _look(text: str, at_s: float) -> Look:
     except ValueError as error:
         raise NothingToShow("answers with something else than metrics") from error
     if not look.values:
-        raise NothingToShow("has no metrics of aoffload")
+        names = (
+            "metrics of aoffload, only those of its vLLM connector"
+            if "vllm:aoffload_" in text
+            else "metrics of aoffload"
+        )
+        raise NothingToShow(f"has no {names}")
     return look
 
 

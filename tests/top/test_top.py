@@ -282,6 +282,7 @@ def test_an_address_without_a_process_is_one_line_and_status_2(url: str, capsys:
         (404, "", "answers 404 Not Found"),
         (200, "<html>", "answers with something else than metrics"),
         (200, "other 1\n", "has no metrics of aoffload"),
+        (200, "vllm:aoffload_off 0\n", "has no metrics of aoffload, only those of its vLLM connector"),
     ],
 )
 def test_what_is_wrong_with_an_address_is_said_in_plain_words(
