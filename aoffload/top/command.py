@@ -341,12 +341,8 @@ def _look(text: str, at_s: float) -> Look:
     except ValueError as error:
         raise NothingToShow("answers with something else than metrics") from error
     if not look.values:
-        names = (
-            "metrics of aoffload, only those of its vLLM connector"
-            if "vllm:aoffload_" in text
-            else "metrics of aoffload"
-        )
-        raise NothingToShow(f"has no {names}")
+        of_vllm = ", only those of its vLLM connector" if "vllm:aoffload_" in text else ""
+        raise NothingToShow(f"has no metrics of aoffload{of_vllm}")
     return look
 
 

@@ -9,7 +9,6 @@ import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -40,9 +39,6 @@ state. `make dependencies` writes this page. `make test-lowest` runs tests with 
 Extra | Needed for | Distributions
 ---|---|---
 """
-TAIL = """
-Indirect dependencies have the licences {licences}.
-"""
 LICENCES = {
     "Apache Software License": "Apache-2.0",
     "Apache License, Version 2.0": "Apache-2.0",
@@ -61,7 +57,7 @@ LONGEST = 60
 
 def page() -> str:
     rows = [f"{shown(extra)} | {purpose} | {distributions(extra)}\n" for extra, purpose in USED_FOR.items()]
-    return HEAD + "".join(rows) + TAIL.format(licences=indirect_licences())
+    return HEAD + "".join(rows)
 
 
 def shown(extra: str) -> str:
@@ -80,30 +76,6 @@ def distributions(extra: str) -> str:
     wanted = [Requirement(text) for text in requirements(extra)]
     stated = [f"{one.name} {one.specifier} ({licence(metadata.distribution(one.name))})" for one in wanted]
     return ", ".join(stated) or "none"
-
-
-def indirect_licences() -> str:
-    """The licences of the distributions that those of the table require."""
-    texts = [text for extra in USED_FOR if extra not in NOT_INSTALLED for text in requirements(extra)]
-    direct = {canonicalize_name(Requirement(text).name) for text in texts}
-    indirect = [name for name in closure(texts) if canonicalize_name(name) not in direct]
-    *first, last = sorted({licence(metadata.distribution(name)) for name in indirect})
-    return f"{', '.join(first)} and {last}" if first else last
-
-
-def closure(texts: list[str]) -> list[str]:
-    """The names of installed distributions that meet the requirements, and of those that these require."""
-    found: dict[str, str] = {}
-    waiting = list(texts)
-    while waiting:
-        wanted = Requirement(waiting.pop())
-        name = canonicalize_name(wanted.name)
-        if name in found or not (wanted.marker is None or wanted.marker.evaluate({"extra": ""})):
-            continue
-        distribution = metadata.distribution(wanted.name)
-        found[name] = distribution.name
-        waiting += distribution.requires or []
-    return sorted(found.values(), key=str.lower)
 
 
 def licence(distribution: metadata.Distribution) -> str:

@@ -26,7 +26,6 @@ from aoffload._common.commands import by_option
 from aoffload._reference.server.command import _OPTIONS, main
 from aoffload._reference.server.options import ServerOptions, make_parser, parse_options
 from aoffload.errors import ConfigError, InvalidArgument
-from aoffload.integrations import openai_server
 from aoffload.integrations.openai_server import open_service
 
 COMMAND = [sys.executable, "-W", "error", "-m", "aoffload.integrations.openai_server"]
