@@ -172,7 +172,8 @@ def _times(forecast: Forecast, row: Row, before: FirstToken, after: FirstToken, 
     found = f"{memory} go from {' to '.join(medians)} (median), and from {' to '.join(tails)} (90th percentile)"
     fewer = (forecast.rows[1].num_computed_tokens - row.num_computed_tokens) / speeds.prefill_tokens_per_s
     if forecast.trace.duration_s:
-        found += f", and prefill would take {duration(fewer / forecast.trace.duration_s * 3600)} less in an hour"
+        saved = duration(fewer / forecast.trace.duration_s * 3600)
+        found += f". Prefill for one hour of requests would take {saved} less"
     return f"{found}."
 
 

@@ -183,7 +183,7 @@ def test_times_with_and_without_are_those_of_the_rows(tmp_path: Path) -> None:
     first, *_ = consequences(forecast, advice)
     fewer = forecast.rows[1].num_computed_tokens - advice.row.num_computed_tokens
     minutes, seconds = divmod(round(fewer / 2000 / forecast.trace.duration_s * 3600), 60)
-    assert first.endswith(f"prefill would take {minutes} min {seconds:02} s less in an hour.")
+    assert first.endswith(f"Prefill for one hour of requests would take {minutes} min {seconds:02} s less.")
     assert list(consequences(forecast_of(tmp_path), advice)) == []
 
 
