@@ -29,12 +29,12 @@ USED_FOR = {
     "vllm": "[vLLM](vllm.md), which you install yourself",
 }
 """The extras that users install, and `""` for what is always required."""
-NOT_INSTALLED = {"mooncake": "not listed, because it is large"}
+NOT_INSTALLED = {"mooncake": "its client, which is large"}
 """Extras whose distributions are not installed where this page is written."""
 HEAD = """# Dependencies
 
 This table lists the distributions that each extra installs, with their allowed versions and the licences that they
-state. `make dependencies` writes this page. `make test-lowest` runs tests with the lowest versions.
+state. `make dependencies` writes this page. 
 
 Extra | Needed for | Distributions
 ---|---|---
