@@ -17,6 +17,7 @@ the time, and queues of long prompts are much shorter.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 import attrs
 
@@ -24,7 +25,7 @@ from ..trace.wording import duration
 from .forecast import BY_DISTANCE, FirstToken, Forecast, Row, Speeds, binary_size
 from .mixes import Made
 
-ENOUGH, LEAST = 0.8, 0.1
+ENOUGH, LEAST = Fraction(4, 5), 0.1
 
 
 @attrs.frozen
@@ -51,12 +52,16 @@ def saved(forecast: Forecast, row: Row) -> float:
     return sum(row.tokens) / forecast.trace.num_prompt_tokens
 
 
+def gained(forecast: Forecast, row: Row) -> int:
+    """The number of prompt tokens that `row` saves in addition to the device alone."""
+    return sum(row.tokens) - sum(forecast.rows[1].tokens)
+
+
 def advise(forecast: Forecast, made: Made | None = None) -> Advice:
     """`made`: the mix, whose number of users the sentence then names."""
-    least, most = (saved(forecast, row) for row in (forecast.rows[1], forecast.rows[-1]))
     has_disk = forecast.prices is not None
     rows = [row for row in _rows(forecast) if not row.disk_bytes or (has_disk and not forecast.writes_too_much(row))]
-    enough = [row for row in rows if saved(forecast, row) - least >= ENOUGH * (most - least)]
+    enough = [row for row in rows if gained(forecast, row) >= ENOUGH * gained(forecast, forecast.rows[-1])]
     if enough:
         row = min(enough, key=lambda row: (row.price or 0.0, row.host_bytes, row.disk_bytes))
     else:
@@ -101,9 +106,10 @@ def _nothing(forecast: Forecast) -> str:
     least, most = (saved(forecast, row) for row in (forecast.rows[1], forecast.rows[-1]))
     less = percent(_less_prefill(forecast, forecast.rows[-1]))
     if less == "0 %":
+        more = "hardly more" if gained(forecast, forecast.rows[-1]) else "no more"
         return (
             f"offloading brings nothing here, because the device alone hits {percent(least)} of the prompt tokens, and "
-            "unlimited host memory would hit no more"
+            f"unlimited host memory would hit {more}"
         )
     return (
         f"unlimited host memory would reduce prefill by only {less}, because {percent(most)} of the prompt tokens "
@@ -190,8 +196,8 @@ def rule(forecast: Forecast) -> str:
     lines = [
         f"The advice is based on {basis}.",
         "The gain of a size is the number of prompt tokens that it hits in addition to the device alone.",
-        f"The advice names the {chosen} of the table that has at least {percent(ENOUGH)} of the gain of unlimited host "
-        "memory.",
+        f"The advice names the {chosen} of the table that has at least {percent(float(ENOUGH))} of the gain of "
+        "unlimited host memory.",
         f"The advice is to buy nothing if unlimited host memory would reduce prefill by less than {least}{slow}.",
         "The advice assumes eager stores and LRU eviction, and knows no price of computing.",
     ]

@@ -155,9 +155,11 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
                 setattr(options, name, value)
     check_goes_with(parser, options, GOES_WITH)
     if options.kv_bytes_per_token is None and options.model is None:
-        parser.error("argument --kv-bytes-per-token: is required with TRACE, or --model")
+        parser.error("argument --kv-bytes-per-token: either this or --model is required with TRACE")
     if options.device is None:
         parser.error("argument --device: is required with TRACE")
+    if options.save_mix is not None and (options.save_mix.suffix == ".gz" or str(options.save_mix) == "-"):
+        parser.error(f"argument --save-mix: must name a file that is not compressed, got {str(options.save_mix)!r:.80}")
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -28,6 +28,8 @@ from .recorder import FORMAT, MAX_TEXT
 
 DEFAULT_BLOCK_TOKENS = 512
 MAX_LENGTH = 2**31 - 1
+LATEST_MS = 1e15
+"""The largest timestamp, some 30,000 years."""
 Blocks = NDArray[np.int32]
 
 
@@ -157,7 +159,7 @@ class _Reader:
         if "event" in fields:
             raise self._wrong(number, "is an event of a log; aoffload.plan.Recorder writes what can be planned")
         at_ms = number_of(fields.get("timestamp"))
-        if at_ms is None or not math.isfinite(at_ms):
+        if at_ms is None or not abs(at_ms) <= LATEST_MS:
             raise self._wrong(number, "has no timestamp in ms")
         num_tokens = self._count(number, fields, "input_length", 1)
         num_output_tokens = self._count(number, fields, "output_length", 0) if "output_length" in fields else 0

@@ -56,9 +56,9 @@ def filled_in(template: str, parts: Mapping[str, str]) -> str:
 @contextmanager
 def whole_file(path: Path, beside: Path | None = None) -> Iterator[TextIO]:
     """Write `path` under a temporary name, and rename it at the end. Raises `OSError` at once if nothing can be written
-    there, or if it is `beside`, the log itself. A device or a pipe is written to, never replaced."""
+    there, or if it is `beside`, the input file. A device or a pipe is written to, never replaced."""
     if beside is not None and path.exists() and beside.exists() and path.samefile(beside):
-        raise OSError(errno.EEXIST, "is the log itself", str(path))
+        raise OSError(errno.EEXIST, "is the input file", str(path))
     if path.is_dir():
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not path.parent.is_dir():

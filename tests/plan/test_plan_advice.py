@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
 from synthetic_traces import BLOCK_TOKENS, MOST_BLOCKS, made, write_trace
 
-from aoffload.plan.advice import ENOUGH, LEAST, advise, consequences, percent, rule, saved
+from aoffload.plan.advice import ENOUGH, LEAST, advise, consequences, gained, percent, rule, saved
 from aoffload.plan.forecast import Forecast, Prices, Row, Sizes, Speeds, binary_size
 from aoffload.plan.trace import Trace, read_trace
 from aoffload.trace.wording import duration
@@ -42,6 +43,16 @@ def test_it_names_the_smallest_size_that_is_enough(tmp_path: Path) -> None:
     assert gain(forecast, advice.row) >= ENOUGH > gain(forecast, hosts[hosts.index(advice.row) - 1])
     assert advice.sentence.startswith("Buy ") and "points more than with the device alone" in advice.sentence
     assert "twice the host memory would add" in advice.sentence
+
+
+def test_a_row_with_exactly_enough_is_named() -> None:
+    """Rounding does not decide: of 240 tokens that unlimited memory gains, 192 are enough, and 191 are not."""
+
+    def row(num_tokens: int) -> Any:
+        return SimpleNamespace(tokens=(num_tokens,))
+
+    forecast: Any = SimpleNamespace(rows=[row(0), row(384), row(624)])
+    assert [gained(forecast, row(n)) >= ENOUGH * gained(forecast, row(624)) for n in (575, 576)] == [False, True]
 
 
 def test_points_are_the_difference_of_the_percentages_that_are_printed(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_files_that_cannot_be_read_or_written(trace: str, tmp_path: Path, capsys
     for arguments, problem in (
         ([str(tmp_path / "none"), *SIZES], "No such file or directory"),
         ([str(tmp_path), *SIZES], "Is a directory"),
-        ([trace, *SIZES, "--html", trace], "is the log itself"),
+        ([trace, *SIZES, "--html", trace], "is the input file"),
         ([trace, *SIZES, "--html", str(tmp_path / "no" / "page.html")], "no such directory"),
     ):
         assert main(arguments) == 2

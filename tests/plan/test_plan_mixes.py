@@ -209,7 +209,7 @@ def test_the_page_of_a_mix_says_that_it_is_invented(tmp_path: Path, capsys: pyte
         ([], "give either TRACE, a file, or --mix, an invented workload"),
         (["trace.jsonl", "--mix", "agents"], "give either TRACE, a file, or --mix"),
         (["--mix", "robots"], "argument --mix: invalid choice: 'robots'"),
-        (["trace.jsonl", "--device", "1GiB"], "argument --kv-bytes-per-token: is required with TRACE, or --model"),
+        (["trace.jsonl", "--device", "1GiB"], "argument --kv-bytes-per-token: either this or --model is required"),
         (["trace.jsonl", "--kv-bytes-per-token", "1"], "argument --device: is required with TRACE"),
         (["--mix", "agents", "--kv-bytes-per-token", "many"], "argument --kv-bytes-per-token: is not a size: 'many'"),
         (["--mix", "agents", "--prefill-tokens-per-s", "0"], "argument --prefill-tokens-per-s: must be a number from"),
@@ -218,6 +218,8 @@ def test_the_page_of_a_mix_says_that_it_is_invented(tmp_path: Path, capsys: pyte
         (["--mix", "agents", "--model", "m", "--kv-bytes-per-token", "1"], "argument --model: has no effect with"),
         (["t", "--kv-bytes-per-token", "1", "--device", "1", "--users", "2"], "--users: has an effect only with --mix"),
         (["t", "--kv-bytes-per-token", "1", "--device", "1", "--save-mix", "f"], "--save-mix: has an effect only with"),
+        (["--mix", "documents", "--save-mix", "m.gz"], "--save-mix: must name a file that is not compressed"),
+        (["--mix", "documents", "--save-mix", "-"], "--save-mix: must name a file that is not compressed"),
     ],
 )
 def test_wrong_options_are_named(arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,6 +98,7 @@ HEADING = '{"aoffload_plan":1,"block_tokens":16}'
         ([line(timestamp="0")], {}, "has no timestamp"),
         ([line(timestamp=True)], {}, "has no timestamp"),
         ([line(timestamp=10**400)], {}, "has no timestamp"),
+        ([line(timestamp=1e308)], {}, "has no timestamp"),
         ([line(input_length=0)], {}, "needs input_length"),
         ([line(input_length=True)], {}, "needs input_length"),
         ([line(input_length=2**40)], {}, "needs input_length"),

@@ -199,7 +199,7 @@ def test_a_file_without_events_is_refused(
 def test_the_log_is_never_written_over(real: Real, command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`html LOG` by mistake leaves the log as it was; so does a directory that is not there."""
     before = real[0].read_bytes()
-    assert "is the log itself" in refused([str(real[0]), command, str(real[0])], capsys)
+    assert "is the input file" in refused([str(real[0]), command, str(real[0])], capsys)
     assert "no such directory" in refused([str(real[0]), command, "nowhere/at/all"], capsys)
     assert "directory" in refused([str(real[0]), command, str(real[0].parent)], capsys)
     assert real[0].read_bytes() == before
