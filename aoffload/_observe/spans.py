@@ -224,7 +224,12 @@ class Spans:
 
 
 def _named(fields: Fields) -> dict[str, str | int | float]:
-    return {f"aoffload.{name}": value for name, value in fields.items()}
+    return {f"aoffload.{name}": _text(value) if isinstance(value, str) else value for name, value in fields.items()}
+
+
+def _text(text: str) -> str:
+    """`text` as an exporter can encode it. A lone surrogate, as in the name of a file, would cost it a whole batch."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _found(match: PrefixMatch) -> Fields:
@@ -261,7 +266,7 @@ def _end(span: Span, fields: Fields, fault: str = "") -> None:
     try:
         span.set_attributes(_named(fields))
         if fault:
-            span.set_status(Status(StatusCode.ERROR, fault))
+            span.set_status(Status(StatusCode.ERROR, _text(fault)))
     finally:
         span.end()
 

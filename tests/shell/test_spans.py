@@ -176,6 +176,25 @@ async def test_no_token_and_no_salt_is_in_a_span(exported: Exported) -> None:
     assert "secret" not in text and not [token for token in A if str(token) in text]
 
 
+@pytest.mark.anyio
+async def test_a_text_that_is_not_unicode_can_be_exported(exported: Exported) -> None:
+    """A lone surrogate in a reason, an id or the error of a copy is escaped. Exporters would lose the whole batch."""
+    async with traced(exported, auto=False) as (engine, transport):
+        async with engine.runtime.request(A, "r\ud800") as request:
+            request.cancel("error: no \udcff file")
+            await turns()
+        await engine.serve(B, request_id="r1")
+        transport.fail(next(iter(transport.in_flight)), error="no \udcff")
+        transport.auto = True
+        transport.land_all()
+        await engine.runtime.flush()
+    (aborted,), (store, *_) = exported.of("r\\ud800"), exported.named("store")
+    assert aborted.status.description == fields(aborted)["reason"] == "error: no \\udcff file"
+    (cancelled,) = [event for event in aborted.events if event.name == "cancelled"]
+    assert cancelled.attributes == {"aoffload.reason": "error: no \\udcff file"}
+    assert store.status.description == "no \\udcff"
+
+
 # -- copies -------------------------------------------------------------------------------------------------------
 
 
