@@ -87,6 +87,7 @@ class Spans:
         """The last request of each id that is over, the oldest first: `last_job` and its span."""
         self._loads: dict[Load, _Waiting] = {}
         self._jobs: dict[Job, Span] = {}
+        self._last: Event | None = None
 
     def __repr__(self) -> str:
         return f"<Spans {self.num_open} open>"
@@ -98,8 +99,10 @@ class Spans:
 
     def observe(self, event: Event) -> None:
         report = _REPORTED.get(type(event))
-        if report is not None:
-            report(self, event)
+        if report is None or event is self._last:  # the same object again: this observer was given twice
+            return
+        self._last = event
+        report(self, event)
 
     def close(self) -> None:
         """End all open spans. Only needed for a ledger that is dropped before its requests and copies are over."""
@@ -166,6 +169,8 @@ class Spans:
 
     def _begin(self, kind: str, record: LedgerRequest, fields: Fields, above: _Waiting | None = None) -> _Waiting:
         """A span below that of `above`; below the caller's, if None."""
+        if (known := self._live.get(record)) is not None:
+            return known
         context = None if above is None else set_span_in_context(above.span)
         span = self._tracer.start_span(f"aoffload.{kind}", context, attributes=_named(fields))
         self._live[record] = one = _Waiting(record, span, record.ledger.jobs.last_id)
@@ -192,7 +197,8 @@ class Spans:
     def job_moved(self, event: JobMoved) -> None:
         job = event.job
         if event.new is JobState.LAUNCHED:
-            self._job_launched(job)
+            if job not in self._jobs:
+                self._job_launched(job)
         elif (span := self._jobs.pop(job, None)) is not None and job.completion is not None:
             _end(span, _outcome(job.completion), _fault(job.completion))
 
