@@ -88,6 +88,8 @@ class Spans:
         self._loads: dict[Load, _Waiting] = {}
         self._jobs: dict[Job, Span] = {}
         self._last: Event | None = None
+        self.num_failures = 0
+        """Spans whose end raised in `close`. `Observers` and runtimes count the exceptions of `observe`."""
 
     def __repr__(self) -> str:
         return f"<Spans {self.num_open} open>"
@@ -105,12 +107,18 @@ class Spans:
         report(self, event)
 
     def close(self) -> None:
-        """End all open spans. Only needed for a ledger that is dropped before its requests and copies are over."""
+        """End all open spans, with the outcome `closed`. Only needed for a ledger that is dropped before its requests
+        and copies are over. An exception of a processor is counted and dropped, and the other spans end all the same.
+        """
         spans = [*self._jobs.values(), *(one.span for one in self._live.values())]
         for found in (self._jobs, self._live, self._by_id, self._over, self._loads):
             found.clear()
+        self._last = None
         for span in spans:
-            span.end()
+            try:
+                _end(span, {"outcome": "closed"})
+            except BaseException:  # noqa: BLE001 - counted, as an exception of `observe` is
+                self.num_failures += 1
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

@@ -556,9 +556,29 @@ def test_spans_of_a_ledger_that_is_dropped(exported: Exported) -> None:
     record = ledger.admit(prefix())
     exported.spans.close()
     exported.assert_over()
-    assert len(exported.all) == 1
+    assert [fields(span)["outcome"] for span in exported.all] == ["closed"]
     ledger.release(record)
     assert (len(exported.all), observers.num_failures) == (1, 0)
+
+
+def test_close_ends_each_span_though_a_processor_raises() -> None:
+    """What it raises is counted, as with `observe`. No span stays open that `num_open` does not count."""
+
+    class Ended(SpanProcessor):
+        num_ended = 0
+
+        def on_end(self, span: ReadableSpan) -> None:
+            self.num_ended += 1
+            raise OSError("no collector")
+
+    ended = Ended()
+    spans = Exported(ended).spans
+    ledger = ledger_with(Observers(spans))
+    for seed in (1, 2, 3):
+        ledger.admit(prefix(seed))
+    assert spans.num_open == 3
+    spans.close()
+    assert (spans.num_open, ended.num_ended, spans.num_failures) == (0, 3, 3)
 
 
 def test_what_is_kept_of_requests_that_are_over_is_bounded(exported: Exported) -> None:
