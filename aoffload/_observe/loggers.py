@@ -5,9 +5,10 @@ structlog is imported only if it is needed: for the default logger, and as the b
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from .._common.arguments import check_has, shown
@@ -83,8 +84,24 @@ def _adapted(logger: Any) -> tuple[Any, list[Any]]:
     return logger, adapters
 
 
+@functools.lru_cache(maxsize=4)
+def _taken(record_factory: Callable[..., Any]) -> frozenset[str]:
+    """The names of attributes that each record has, and `logging` refuses as fields."""
+    return frozenset(vars(record_factory("", 0, "", 0, "", (), None))) | {"message", "asctime"}
+
+
+def _free(name: str, taken: frozenset[str], fields: Mapping[str, Any]) -> str:
+    """`name`, followed by underscores if it is taken."""
+    if name in taken:
+        name += "_"
+        while name in taken or name in fields:
+            name += "_"
+    return name
+
+
 def _bridge(logger: Any) -> tuple[Any, Callable[[int], bool]]:
-    """A structlog logger that calls `logger` with the fields of an event as `extra`."""
+    """A structlog logger that calls `logger` with the fields of an event as `extra`. `logging` refuses
+    fields with the name of an attribute of each record, so `name` becomes `name_`."""
     try:
         from structlog import wrap_logger
         from structlog.stdlib import BoundLogger, render_to_log_kwargs
@@ -104,6 +121,12 @@ def _bridge(logger: Any) -> tuple[Any, Callable[[int], bool]]:
             call["extra"] = {**(call.get("extra") or {}), **fields}
         return {"msg": message, **call}
 
-    processors = [render_to_log_kwargs, adapt] if adapters else [render_to_log_kwargs]
+    def rename(_: Any, __: str, call: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        fields, taken = call["extra"], _taken(logging.getLogRecordFactory())
+        if not taken.isdisjoint(fields):
+            call["extra"] = {_free(name, taken, fields): value for name, value in fields.items()}
+        return call
+
+    processors = [render_to_log_kwargs, adapt, rename] if adapters else [render_to_log_kwargs, rename]
     # Not the bridge's own check of a level, because structlog has it only since 26.1.
     return wrap_logger(inner, processors=processors, wrapper_class=Bridge).bind(), inner.isEnabledFor

@@ -154,6 +154,24 @@ async def test_an_adapter_adds_its_fields(records: Records) -> None:
     assert not LedgerLog(adapter).wants_move(RequestMoved, RequestState.DONE)
 
 
+@pytest.mark.anyio
+async def test_a_field_with_the_name_of_an_attribute_of_a_record_is_renamed(records: Records) -> None:
+    """`logging` refuses such a field. It gets an underscore, whether an event has it or an adapter, so no event is
+    lost and `request.log` does not raise."""
+    adapter = logging.LoggerAdapter(records.logger, {"module": "kv", "message": "m", "name": "n"})
+    for logger in (records.logger, adapter):
+        async with scripted(logger=logger) as (engine, _):
+            async with engine.runtime.request(A, "r1") as request:
+                request.log.info("plain", name="clash", name_="other", asctime=1)
+        assert engine.runtime.telemetry.num_lost_events == 0
+    for plain in records.of("plain"):
+        found = (plain["name"], plain["name__"], plain["name_"], plain["asctime_"], plain["request_id"])
+        assert found == ("engine", "clash", "other", 1, "r1")
+    assert [plain.get("module_") for plain in records.of("plain")] == [None, "kv"]
+    matched = records.of("request_matched")[-1]
+    assert (matched["module_"], matched["message_"], matched["name_"]) == ("kv", "m", "n")
+
+
 def test_no_field_has_the_name_of_an_attribute_of_each_record() -> None:
     """`logging` refuses such a field, and the event would be lost."""
     nodes = [*ast.walk(ast.parse(inspect.getsource(ledger_log)))]
