@@ -277,9 +277,10 @@ class LedgerLog:
     """An observer that writes a ledger's events, and the reports of its `CopyQueue`, to `logger`.
 
     `logger` is structlog's logger, another one that has `bind` and takes an event and its fields, or a `logging.Logger`
-    or `logging.LoggerAdapter`. With `logging`, the fields of an event are attributes of its `LogRecord` (`extra`). The
-    default is the program's own structlog logger. Exceptions of the logger are counted and dropped. A filtered event
-    costs one check of its level.
+    or `logging.LoggerAdapter`. With `logging`, the fields of an event are attributes of its `LogRecord` (`extra`). A
+    field with the name of an attribute that each record has, such as `name`, becomes `name_`. The default is the
+    program's own structlog logger. Exceptions of the logger are counted and dropped. A filtered event costs one check
+    of its level.
     """
 
     def __init__(self, logger: Any = None) -> None:

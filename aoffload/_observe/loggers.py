@@ -5,9 +5,10 @@ structlog is imported only if it is needed: for the default logger, and as the b
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from .._common.arguments import check_has, shown
@@ -19,9 +20,12 @@ def check_logger(logger: Any) -> None:
     if logger is None or isinstance(logger, logging.Logger):
         return
     if isinstance(logger, logging.LoggerAdapter):
-        inner = _adapted(logger)[0]
+        inner, adapters = _adapted(logger)
         if not isinstance(inner, logging.Logger):
             raise InvalidArgument("logger", f"must adapt a logging.Logger, got one that adapts {shown(inner)}")
+        for extra in (getattr(adapter, "extra", None) for adapter in adapters):
+            if extra is not None and not hasattr(extra, "keys"):
+                raise InvalidArgument("logger", f"must be an adapter whose `extra` is a mapping, got {shown(extra)}")
         return
     check_has("logger", logger, "logging.Logger or a structlog logger", "bind")
 
@@ -77,16 +81,32 @@ def _levels_heard(logger: Any) -> Callable[[int], bool]:
 def _adapted(logger: Any) -> tuple[Any, list[Any]]:
     """The logger that adapters adapt, and the adapters, the outermost first."""
     adapters: list[Any] = []
-    while isinstance(logger, logging.LoggerAdapter) and logger not in adapters:
+    while isinstance(logger, logging.LoggerAdapter) and not any(logger is one for one in adapters):
         adapters.append(logger)
         logger = logger.logger
     return logger, adapters
 
 
+@functools.lru_cache(maxsize=4)
+def _taken(record_factory: Callable[..., Any]) -> frozenset[str]:
+    """The names of attributes that each record has, and `logging` refuses as fields."""
+    return frozenset(vars(record_factory("", 0, "", 0, "", (), None))) | {"message", "asctime"}
+
+
+def _free(name: str, taken: frozenset[str], fields: Mapping[str, Any]) -> str:
+    """`name`, followed by underscores if it is taken."""
+    if name in taken:
+        name += "_"
+        while name in taken or name in fields:
+            name += "_"
+    return name
+
+
 def _bridge(logger: Any) -> tuple[Any, Callable[[int], bool]]:
-    """A structlog logger that calls `logger` with the fields of an event as `extra`."""
+    """A structlog logger that calls `logger` with the fields of an event as `extra`. `logging` refuses
+    fields with the name of an attribute of each record, so `name` becomes `name_`."""
     try:
-        from structlog import wrap_logger
+        from structlog import DropEvent, wrap_logger
         from structlog.stdlib import BoundLogger, render_to_log_kwargs
     except ModuleNotFoundError as error:
         raise InvalidArgument("logger", "a logging.Logger needs structlog, which is not installed") from error
@@ -96,6 +116,13 @@ def _bridge(logger: Any) -> tuple[Any, Callable[[int], bool]]:
 
     inner, adapters = _adapted(logger)
 
+    def ask(_: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        """Drop an event of a level that the adapters do not emit."""
+        level = logging.ERROR if method == "exception" else getattr(logging, method.upper(), logging.CRITICAL)
+        if not logger.isEnabledFor(level):
+            raise DropEvent
+        return event
+
     def adapt(_: Any, __: str, call: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         """Let each adapter process the call. An adapter may replace `extra` by its own; then both are merged."""
         fields, message = call["extra"], call.pop("msg")
@@ -104,6 +131,12 @@ def _bridge(logger: Any) -> tuple[Any, Callable[[int], bool]]:
             call["extra"] = {**(call.get("extra") or {}), **fields}
         return {"msg": message, **call}
 
-    processors = [render_to_log_kwargs, adapt] if adapters else [render_to_log_kwargs]
+    def rename(_: Any, __: str, call: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        fields, taken = call["extra"], _taken(logging.getLogRecordFactory())
+        if not taken.isdisjoint(fields):
+            call["extra"] = {_free(name, taken, fields): value for name, value in fields.items()}
+        return call
+
+    processors = [ask, render_to_log_kwargs, adapt, rename] if adapters else [render_to_log_kwargs, rename]
     # Not the bridge's own check of a level, because structlog has it only since 26.1.
-    return wrap_logger(inner, processors=processors, wrapper_class=Bridge).bind(), inner.isEnabledFor
+    return wrap_logger(inner, processors=processors, wrapper_class=Bridge).bind(), logger.isEnabledFor

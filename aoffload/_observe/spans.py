@@ -87,6 +87,9 @@ class Spans:
         """The last request of each id that is over, the oldest first: `last_job` and its span."""
         self._loads: dict[Load, _Waiting] = {}
         self._jobs: dict[Job, Span] = {}
+        self._last: Event | None = None
+        self.num_failures = 0
+        """Spans whose end raised in `close`. `Observers` and runtimes count the exceptions of `observe`."""
 
     def __repr__(self) -> str:
         return f"<Spans {self.num_open} open>"
@@ -98,16 +101,24 @@ class Spans:
 
     def observe(self, event: Event) -> None:
         report = _REPORTED.get(type(event))
-        if report is not None:
-            report(self, event)
+        if report is None or event is self._last:  # the same object again: this observer was given twice
+            return
+        self._last = event
+        report(self, event)
 
     def close(self) -> None:
-        """End all open spans. Only needed for a ledger that is dropped before its requests and copies are over."""
+        """End all open spans, with the outcome `closed`. Only needed for a ledger that is dropped before its requests
+        and copies are over. An exception of a processor is counted and dropped, and the other spans end all the same.
+        """
         spans = [*self._jobs.values(), *(one.span for one in self._live.values())]
         for found in (self._jobs, self._live, self._by_id, self._over, self._loads):
             found.clear()
+        self._last = None
         for span in spans:
-            span.end()
+            try:
+                _end(span, {"outcome": "closed"})
+            except BaseException:  # noqa: BLE001 - counted, as an exception of `observe` is
+                self.num_failures += 1
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -166,6 +177,8 @@ class Spans:
 
     def _begin(self, kind: str, record: LedgerRequest, fields: Fields, above: _Waiting | None = None) -> _Waiting:
         """A span below that of `above`; below the caller's, if None."""
+        if (known := self._live.get(record)) is not None:
+            return known
         context = None if above is None else set_span_in_context(above.span)
         span = self._tracer.start_span(f"aoffload.{kind}", context, attributes=_named(fields))
         self._live[record] = one = _Waiting(record, span, record.ledger.jobs.last_id)
@@ -192,7 +205,8 @@ class Spans:
     def job_moved(self, event: JobMoved) -> None:
         job = event.job
         if event.new is JobState.LAUNCHED:
-            self._job_launched(job)
+            if job not in self._jobs:
+                self._job_launched(job)
         elif (span := self._jobs.pop(job, None)) is not None and job.completion is not None:
             _end(span, _outcome(job.completion), _fault(job.completion))
 
@@ -224,7 +238,12 @@ class Spans:
 
 
 def _named(fields: Fields) -> dict[str, str | int | float]:
-    return {f"aoffload.{name}": value for name, value in fields.items()}
+    return {f"aoffload.{name}": _text(value) if isinstance(value, str) else value for name, value in fields.items()}
+
+
+def _text(text: str) -> str:
+    """`text` as an exporter can encode it. A lone surrogate, as in the name of a file, would cost it a whole batch."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _found(match: PrefixMatch) -> Fields:
@@ -261,7 +280,7 @@ def _end(span: Span, fields: Fields, fault: str = "") -> None:
     try:
         span.set_attributes(_named(fields))
         if fault:
-            span.set_status(Status(StatusCode.ERROR, fault))
+            span.set_status(Status(StatusCode.ERROR, _text(fault)))
     finally:
         span.end()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from copy import copy
 from typing import Any
 
 import anyio
@@ -14,7 +15,7 @@ from scripted import ScriptedTransport
 from serving import BACKENDS, Checkpoints, Engine, TagBlocks, assert_at_rest, at_every_checkpoint, config, prompt, turns
 
 from aoffload import HostCacheRuntime, InvalidArgument, KVCacheGroup, Ledger, OffloadConfig, OffloadRuntime
-from aoffload.ledger import Completion, Observers, Outcome, Prefix, Root
+from aoffload.ledger import Completion, Event, Observers, Outcome, Prefix, Root
 
 pytest.importorskip("opentelemetry", reason="the extra `otel` is not installed")
 pytest.importorskip("opentelemetry.sdk.trace", reason="the SDK of OpenTelemetry is not installed")
@@ -174,6 +175,25 @@ async def test_no_token_and_no_salt_is_in_a_span(exported: Exported) -> None:
     text = "".join(span.to_json() for span in exported.all)
     assert len(exported.named("request")) == 4 and exported.named("load") and exported.named("store")
     assert "secret" not in text and not [token for token in A if str(token) in text]
+
+
+@pytest.mark.anyio
+async def test_a_text_that_is_not_unicode_can_be_exported(exported: Exported) -> None:
+    """A lone surrogate in a reason, an id or the error of a copy is escaped. Exporters would lose the whole batch."""
+    async with traced(exported, auto=False) as (engine, transport):
+        async with engine.runtime.request(A, "r\ud800") as request:
+            request.cancel("error: no \udcff file")
+            await turns()
+        await engine.serve(B, request_id="r1")
+        transport.fail(next(iter(transport.in_flight)), error="no \udcff")
+        transport.auto = True
+        transport.land_all()
+        await engine.runtime.flush()
+    (aborted,), (store, *_) = exported.of("r\\ud800"), exported.named("store")
+    assert aborted.status.description == fields(aborted)["reason"] == "error: no \\udcff file"
+    (cancelled,) = [event for event in aborted.events if event.name == "cancelled"]
+    assert cancelled.attributes == {"aoffload.reason": "error: no \\udcff file"}
+    assert store.status.description == "no \\udcff"
 
 
 # -- copies -------------------------------------------------------------------------------------------------------
@@ -444,6 +464,13 @@ class Raises(SpanProcessor):
         raise OSError("no collector")
 
 
+class Opened(SpanProcessor):
+    num_begun = 0
+
+    def on_start(self, span: Any, parent_context: Any = None) -> None:
+        self.num_begun += 1
+
+
 @pytest.mark.anyio
 async def test_a_processor_that_raises_harms_nobody() -> None:
     """Requests are served and copies land, what it raises is counted, and no span stays open."""
@@ -488,6 +515,40 @@ def test_a_ledger_without_a_runtime(exported: Exported) -> None:
     exported.assert_over()
 
 
+def serve_one(observer: Any) -> None:
+    ledger = ledger_with(observer)
+    record = ledger.admit(prefix(), request_id="r1")
+    ledger.allocate_nowait(record, 9)
+    ledger.plan_load(record)
+    (plan,) = ledger.commit(record, 9)
+    ledger.release(record)
+    ledger.launch(plan.job_id)
+    ledger.settle(Completion(plan.job_id, Outcome.LANDED))
+
+
+class Copies:
+    """Passes a copy of each event on."""
+
+    def __init__(self, inner: Spans) -> None:
+        self.inner = inner
+
+    def observe(self, event: Event) -> None:
+        self.inner.observe(copy(event))
+
+
+@pytest.mark.parametrize("wrap", [lambda spans: spans, Observers, Copies])
+def test_spans_that_are_given_twice_end_once(wrap: Any) -> None:
+    """Also inside another observer. Each span that began has ended."""
+    opened = Opened()
+    exported = Exported(opened)
+    serve_one(Observers(wrap(exported.spans), exported.spans))
+    exported.assert_over()
+    assert [span.name for span in exported.all] == ["aoffload.request", "aoffload.store"]
+    assert opened.num_begun == 2
+    if wrap is not Copies:
+        assert states(exported.of("r1")[0]).count("allocated") == 1
+
+
 def test_spans_of_a_ledger_that_is_dropped(exported: Exported) -> None:
     """`close` ends what is open. What its ledger reports afterwards about the same requests is nothing."""
     observers = Observers(exported.spans)
@@ -495,9 +556,29 @@ def test_spans_of_a_ledger_that_is_dropped(exported: Exported) -> None:
     record = ledger.admit(prefix())
     exported.spans.close()
     exported.assert_over()
-    assert len(exported.all) == 1
+    assert [fields(span)["outcome"] for span in exported.all] == ["closed"]
     ledger.release(record)
     assert (len(exported.all), observers.num_failures) == (1, 0)
+
+
+def test_close_ends_each_span_though_a_processor_raises() -> None:
+    """What it raises is counted, as with `observe`. No span stays open that `num_open` does not count."""
+
+    class Ended(SpanProcessor):
+        num_ended = 0
+
+        def on_end(self, span: ReadableSpan) -> None:
+            self.num_ended += 1
+            raise OSError("no collector")
+
+    ended = Ended()
+    spans = Exported(ended).spans
+    ledger = ledger_with(Observers(spans))
+    for seed in (1, 2, 3):
+        ledger.admit(prefix(seed))
+    assert spans.num_open == 3
+    spans.close()
+    assert (spans.num_open, ended.num_ended, spans.num_failures) == (0, 3, 3)
 
 
 def test_what_is_kept_of_requests_that_are_over_is_bounded(exported: Exported) -> None:
@@ -518,12 +599,5 @@ def test_what_is_no_provider_is_refused(bad: Any) -> None:
 def test_without_an_sdk_spans_are_nothing() -> None:
     """`opentelemetry-api` alone: every span is one that records nothing."""
     spans = Spans()
-    ledger = ledger_with(spans)
-    record = ledger.admit(prefix())
-    ledger.allocate_nowait(record, 9)
-    ledger.plan_load(record)
-    (plan,) = ledger.commit(record, 9)
-    ledger.release(record)
-    ledger.launch(plan.job_id)
-    ledger.settle(Completion(plan.job_id, Outcome.LANDED))
+    serve_one(spans)
     assert spans.num_open == 0

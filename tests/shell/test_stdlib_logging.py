@@ -154,6 +154,60 @@ async def test_an_adapter_adds_its_fields(records: Records) -> None:
     assert not LedgerLog(adapter).wants_move(RequestMoved, RequestState.DONE)
 
 
+@pytest.mark.anyio
+async def test_a_field_with_the_name_of_an_attribute_of_a_record_is_renamed(records: Records) -> None:
+    """`logging` refuses such a field. It gets an underscore, whether an event has it or an adapter, so no event is
+    lost and `request.log` does not raise."""
+    adapter = logging.LoggerAdapter(records.logger, {"module": "kv", "message": "m", "name": "n"})
+    for logger in (records.logger, adapter):
+        async with scripted(logger=logger) as (engine, _):
+            async with engine.runtime.request(A, "r1") as request:
+                request.log.info("plain", name="clash", name_="other", asctime=1)
+        assert engine.runtime.telemetry.num_lost_events == 0
+    for plain in records.of("plain"):
+        found = (plain["name"], plain["name__"], plain["name_"], plain["asctime_"], plain["request_id"])
+        assert found == ("engine", "clash", "other", 1, "r1")
+    assert [plain.get("module_") for plain in records.of("plain")] == [None, "kv"]
+    matched = records.of("request_matched")[-1]
+    assert (matched["module_"], matched["message_"], matched["name_"]) == ("kv", "m", "n")
+
+
+class Quiet(logging.LoggerAdapter[Any]):
+    """An adapter with a level of its own."""
+
+    def isEnabledFor(self, level: int) -> bool:  # noqa: N802 - the name that `logging` has
+        return level >= logging.WARNING
+
+
+@pytest.mark.anyio
+async def test_an_adapter_decides_which_levels_are_heard(records: Records) -> None:
+    """For the events of a ledger and for `request.log`, also inside another adapter."""
+    for logger in (Quiet(records.logger, {}), logging.LoggerAdapter(Quiet(records.logger, {}), {})):
+        assert not LedgerLog(logger).wants_move(RequestMoved, RequestState.DONE)
+        async with scripted(logger=logger) as (engine, _):
+            async with engine.runtime.request(A, "r1") as request:
+                request.log.info("tokenised")
+                request.log.warning("truncated")
+                request.log.exception("failed", exc_info=False)
+    assert [record.getMessage() for record in records.found] == ["truncated", "failed"] * 2
+
+
+class Equal(logging.LoggerAdapter[Any]):
+    """An adapter that is equal to any other object."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_adapters_are_told_apart_by_identity(records: Records) -> None:
+    """An adapter with an `__eq__` of its own is not mistaken for one that adapts itself."""
+    LedgerLog(Equal(Equal(records.logger, {"a": 1}), {})).observe(WorkerFailed(ValueError("a bug")))
+    (found,) = records.of("worker_failed")
+    assert found["a"] == 1
+
+
 def test_no_field_has_the_name_of_an_attribute_of_each_record() -> None:
     """`logging` refuses such a field, and the event would be lost."""
     nodes = [*ast.walk(ast.parse(inspect.getsource(ledger_log)))]
@@ -170,6 +224,7 @@ class Cyclic(logging.LoggerAdapter[Any]):
 
 
 BAD = [3, "aoffload", logging, logging.Logger, logging.LoggerAdapter(None), Cyclic(), print]  # type: ignore[arg-type]
+BAD += [logging.LoggerAdapter(logging.LoggerAdapter(logging.getLogger("engine"), [("a", 1)]), {})]  # type: ignore
 
 
 @pytest.mark.parametrize("bad", BAD, ids=[str(type(bad).__name__) for bad in BAD])
