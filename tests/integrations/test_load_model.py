@@ -126,9 +126,9 @@ GOOD = SequenceSlice([1, 2], 0, [[1]])
         ([GOOD, SequenceSlice([], 3, [[1]])], r"slices\[1\]: token_ids"),
         ([SequenceSlice([[1]], 0, [[1]])], r"slices\[0\]: token_ids"),  # type: ignore[list-item]
         ([SequenceSlice([1], -1, [[1]])], r"slices\[0\]: start"),
-        ([GOOD, GOOD, SequenceSlice([1], 16, [[1]])], r"slices\[2\]: block_ids cover 16 of 17"),
-        ([SequenceSlice([1], 0, [[]])], r"slices\[0\]: block_ids cover 0 of 1"),
-        ([SequenceSlice([1], 0, [[1], []])], r"slices\[0\]: block_ids cover 0 of 1"),
+        ([GOOD, GOOD, SequenceSlice([1], 16, [[1]])], r"slices\[2\]: block_ids cover only 16 of 17"),
+        ([SequenceSlice([1], 0, [[]])], r"slices\[0\]: block_ids cover only 0 of 1"),
+        ([SequenceSlice([1], 0, [[1], []])], r"slices\[0\]: block_ids cover only 0 of 1"),
         ([SequenceSlice([1], 0, [])], r"slices\[0\]: block_ids must hold a block table"),
         ([SequenceSlice([1], 0, [1])], r"slices\[0\]: block_ids must hold a block table"),  # type: ignore[list-item]
         ([GOOD, SequenceSlice([1], 0, [[2], [3]])], r"slices\[1\]: has 2 block tables, not 1"),

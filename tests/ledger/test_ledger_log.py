@@ -136,7 +136,7 @@ def test_what_a_request_found_pending_is_told_in_words(tmp_path: Path, capsys: p
             assert main([str(path), "request", name]) == 0
             text += capsys.readouterr().out
     assert "ledger 1 (device of its engine, " in text
-    assert "told to ask again" in text
+    assert "may have to ask again" in text
     assert "another request loads what follows: asks again" in text
     assert "its load has not brought" in text
     assert "was given blocks of its engine; matched in that step" in text

@@ -77,7 +77,7 @@ async def test_a_store_that_fails_is_one_line_in_the_log_and_so_is_its_end(
     file = tmp_path / "log"
     file.write_text(log.getvalue())
     assert main([str(file), "request", "without"]) == 0
-    assert "does without what the remote store may have: it fails, and is left alone" in capsys.readouterr().out
+    assert "fetches nothing from the remote store, which is suspended after failures" in capsys.readouterr().out
     assert main([str(file)]) == 0
     output = capsys.readouterr().out
     assert "storage_left_alone: loads of the remote store" in output and "1 fetch skipped" in output

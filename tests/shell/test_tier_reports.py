@@ -55,7 +55,7 @@ async def test_a_request_that_waits_for_the_disk_says_so() -> None:
             status = await fetching(runtime)
             assert str(status.fetching[0]) == "24 tokens from disk" and len(status.fetching) == 1
             explained = runtime.explain()
-            assert "fetching 24 tokens from disk: load " in explained
+            assert "a fetch of 24 tokens from disk: load " in explained
             assert ": 6 blocks" in explained.splitlines()[4], "of the host"
             assert [line.split()[1] for line in explained.splitlines()[:3]] == ["device", "host", "disk"]
             look = scraped(registry)

@@ -66,7 +66,7 @@ def test_copies_that_take_too_long_are_counted(
     engine.workers[0].copies.end(over(Outcome.FAILED)(plans[0]))
     engine.step()
     said = [record.message for record in caplog.records if record.name == "vllm.aoffload"]
-    assert [one.partition(" ")[2][:13] for one in said] == ["1 copies take", "the copies th"]
+    assert [one.partition(" ")[2][:13] for one in said] == ["1 copies exce", "the copies th"]
 
 
 def test_blocks_without_room_in_the_host_are_counted(engines: Callable[..., SmallEngine]) -> None:
