@@ -16,8 +16,8 @@ from http.client import HTTPException
 from textwrap import wrap
 from typing import Any, Self, TextIO
 from urllib.error import HTTPError
-from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.parse import urljoin, urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 import attrs
 from prometheus_client.parser import text_string_to_metric_families
@@ -378,11 +378,24 @@ def _request(url: str) -> Request:
     return Request(url, headers={"authorization": f"Bearer {key}"} if key else {})
 
 
+class _NoRedirects(HTTPRedirectHandler):
+    """Makes each redirect an error, because a redirected request would give the key to another host."""
+
+    def http_error_302(self, *_: Any) -> None:
+        return None
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+
+
 def _fetch(request: Request) -> str:
     try:
-        with urlopen(request, timeout=TIMEOUT_S) as answer:
+        with build_opener(_NoRedirects).open(request, timeout=TIMEOUT_S) as answer:
             body: bytes = answer.read(MAX_BYTES)
     except HTTPError as error:
+        address = error.headers.get("location")
+        if error.code // 100 == 3 and address:
+            whole = urljoin(request.full_url, address)
+            raise NothingToShow(f"redirects to {whole:.1000}: use that address") from error
         key = f" (set {KEY_VARIABLE})" if error.code == HTTPStatus.UNAUTHORIZED else ""
         raise NothingToShow(f"answers {error.code} {error.reason}{key}") from error
     except (OSError, HTTPException, ValueError) as error:

@@ -305,6 +305,38 @@ def test_what_is_wrong_with_an_address_is_said_in_plain_words(
     assert capsys.readouterr().err == f"aoffload top: {url} {said}\n"
 
 
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed(
+    status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The key goes to the host that was named, and to no other one. The address is on the line, escaped."""
+    monkeypatch.setenv(command.KEY_VARIABLE, "secret")
+    asked = []
+
+    class Redirect(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append((self.path, self.headers["authorization"]))
+            self.send_response(status if len(asked) == 1 else 200)
+            self.send_header("location", "/elsewhere\x1b[31m")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Redirect) as server:
+        address = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            assert main([f"{address}/metrics"]) == 2
+        finally:
+            server.shutdown()
+            thread.join()
+    assert asked == [("/metrics", "Bearer secret")]
+    assert capsys.readouterr().err == (
+        f"aoffload top: {address}/metrics redirects to {address}/elsewhere\\x1b[31m: use that address\n"
+    )
+
+
 def test_an_address_that_does_not_answer_is_said_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
     with socket() as free:
         free.bind(("127.0.0.1", 0))  # and does not listen
