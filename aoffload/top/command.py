@@ -23,7 +23,7 @@ import attrs
 from prometheus_client.parser import text_string_to_metric_families
 
 from .. import Tier
-from .._common.commands import INTERRUPTED, complain, count, ended_by, number
+from .._common.commands import INTERRUPTED, abandon_output, complain, count, ended_by, number, print_any_name
 from ..errors import InvalidArgument
 from ..trace.output import text_table
 from ..trace.wording import plain
@@ -257,10 +257,14 @@ class Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_terminal:
-            self._write(LEAVE + "".join(f"{line}\n" for line in self._last))
-        if self._handler is not None:
-            signal.signal(signal.SIGTERM, self._handler)
+        try:
+            if self._is_terminal:
+                self._write(LEAVE + "".join(f"{line}\n" for line in self._last))
+        except OSError:  # the terminal was closed: what ended the command must still reach the caller
+            abandon_output()
+        finally:
+            if self._handler is not None:
+                signal.signal(signal.SIGTERM, self._handler)
 
     @property
     def width(self) -> int:
@@ -295,22 +299,24 @@ class NothingToShow(Exception):  # noqa: N818
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0: all views shown; 1: the process has ended; 2: never reached; 130: Ctrl-C."""
+    """Exit status 0: all views shown; 1: the process has ended; 2: never reached, or the output can't be written; 130:
+    Ctrl-C."""
     options = make_parser().parse_args(arguments)
     num_seen = 0
     try:
+        print_any_name()
         request = _request(options.url)
         looks = watch(lambda: _fetch(request), time.monotonic, time.sleep, options.interval, options.count)
         with Screen(sys.stdout) as screen:
             for num_seen, (look, before) in enumerate(looks, 1):  # noqa: B007
                 title = f"{options.url}  {time.strftime('%H:%M:%S')}, every {options.interval:g} s"
-                screen.show([*wrap(title, screen.width), "", *lines(look, before, screen.width)])
+                screen.show([*wrap(plain(title), screen.width), "", *lines(look, before, screen.width)])
     except InvalidArgument as error:
         return complain("top", str(error))
     except NothingToShow as error:
-        bad_input = complain("top", plain(f"{options.url} {error}"))
+        bad_input = complain("top", f"{options.url} {error}")
         return GONE if num_seen else bad_input
-    except BrokenPipeError as error:
+    except OSError as error:
         return ended_by("top", error)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -338,7 +344,8 @@ def watch(
 def _look(text: str, at_s: float) -> Look:
     try:
         look = Look.of(text, at_s)
-    except ValueError as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        # The parser raises what its code comes across, for example an IndexError for a label without a name.
         raise NothingToShow("answers with something else than metrics") from error
     if not look.values:
         of_vllm = ", only those of its vLLM connector" if "vllm:aoffload_" in text else ""
@@ -351,7 +358,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="aoffload top",
         description="Show live rates, the hit share and memory of a running process, from its metrics.",
         epilog="If AOFFLOAD_API_KEY is set, it is sent as the key. Exit status: 0 for success; 1 if the process has "
-        "ended; 2 if it was never reached; 130 after Ctrl-C.",
+        "ended; 2 if it was never reached, or if the output can't be written; 130 after Ctrl-C.",
     )
     parser.add_argument("url", metavar="URL", help="the address of the metrics, such as http://127.0.0.1:8000/metrics")
     parser.add_argument(

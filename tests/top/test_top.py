@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from socket import socket
 from typing import Any
 
@@ -25,6 +27,7 @@ from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 from aoffload.metrics import Metrics, MetricsCollector
 from aoffload.top import command
 from aoffload.top.command import Look, NothingToShow, Screen, lines, main, watch
+from benchmarks.synthetic_log import line as log_line
 
 BUSY = """
 aoffload_requests{state="running"} 1
@@ -224,7 +227,7 @@ def test_it_looks_as_often_as_asked_and_waits_in_between() -> None:
     assert slept == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("text", ["<html>", "", 'python_info{version="3"} 1\n'])
+@pytest.mark.parametrize("text", ["<html>", "", 'python_info{version="3"} 1\n', 'aoffload_x{a="b", ="c"} 1\nmetrics'])
 def test_what_is_no_process_of_ours_is_said(text: str) -> None:
     """Another page, or the metrics of another program."""
     with pytest.raises(NothingToShow, match="metric"):
@@ -335,6 +338,58 @@ def test_a_redirect_is_not_followed(
     assert capsys.readouterr().err == (
         f"aoffload top: {address}/metrics redirects to {address}/elsewhere\\x1b[31m: use that address\n"
     )
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("target", "said"), [("> /dev/full", "No space left on device"), (">&-", "standard output is closed")]
+)
+@pytest.mark.parametrize("run", ["top {url} --count 1", "trace {log}", "plan --mix documents"])
+def test_output_that_cannot_be_written_is_one_line(run: str, target: str, said: str, tmp_path: Path) -> None:
+    """A full disk or a closed standard output: status 2, no traceback, and nothing more at exit."""
+    log = tmp_path / "log"
+    log.write_text(log_line(1, "request_aborted", request_id="r", reason="x", previous="running") + "\n")
+    registry = CollectorRegistry()
+    registry.register(Fixed())
+    with listening(registry) as url:
+        shell = f"{sys.executable} -m aoffload {run.format(url=url, log=log)} {target}"
+        found = subprocess.run(["sh", "-c", shell], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (found.returncode, found.stderr) == (2, f"aoffload {run.split()[0]}: {said}\n")
+
+
+class HungUp(Terminal):
+    """A terminal that was closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_closed_terminal_does_not_hide_what_ended_the_view(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C stays Ctrl-C, the handler of SIGTERM is put back, and a failed write is one line and status 2."""
+    monkeypatch.delenv("TERM", raising=False)
+    before = signal.getsignal(signal.SIGTERM)
+    screen = Screen(terminal := Terminal())
+    with pytest.raises(KeyboardInterrupt), screen:
+        terminal.__class__ = HungUp
+        raise KeyboardInterrupt
+    assert signal.getsignal(signal.SIGTERM) is before
+    monkeypatch.setattr(command, "_fetch", lambda request: BUSY)
+    monkeypatch.setattr(sys, "stdout", HungUp())
+    assert main(["http://127.0.0.1:1/metrics", "--count", "1"]) == 2
+    assert capsys.readouterr().err == "aoffload top: Input/output error\n"
+
+
+def test_no_escape_sequence_of_an_address_reaches_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor in the title, nor in an error."""
+    monkeypatch.setattr(command, "_fetch", lambda request: BUSY)
+    assert main(["http://127.0.0.1:1/metrics#\x1b[31m", "--count", "1"]) == 0
+    assert main(["ftp\x1b[31m", "--count", "1"]) == 2
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out + captured.err and "#\\x1b[31m" in captured.out
 
 
 def test_an_address_that_does_not_answer_is_said_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
