@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
+import queue
 import shutil
 import signal
 import sys
@@ -12,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
-from http.client import HTTPException
+from http.client import IncompleteRead
 from textwrap import wrap
 from typing import Any, Self, TextIO
 from urllib.error import HTTPError
@@ -40,13 +42,16 @@ USES = {"ask": "questions", "load": "loads", "store": "stores"}
 OLD_SNAPSHOT_S = 5.0
 """The event loop answers at each scrape, so an older snapshot means that the loop is blocked."""
 
+LARGEST = 1e18
+"""Larger values are cut to this one, because no count is so large and its digits would fill the screen."""
+
 
 @attrs.frozen
 class Look:
     at_s: float
     """Time by a monotonic clock."""
     values: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
-    """Values by name of the sample and labels."""
+    """Values by name of the sample and labels. Samples that are not finite are left out."""
 
     @classmethod
     def of(cls, text: str, at_s: float) -> Look:
@@ -55,9 +60,9 @@ class Look:
         return cls(
             at_s,
             {
-                (sample.name, frozenset(sample.labels.items())): sample.value
+                (sample.name, frozenset(sample.labels.items())): min(max(sample.value, -LARGEST), LARGEST)
                 for sample in samples
-                if sample.name.startswith("aoffload_")
+                if sample.name.startswith("aoffload_") and math.isfinite(sample.value)
             },
         )
 
@@ -395,18 +400,35 @@ class _NoRedirects(HTTPRedirectHandler):
 
 
 def _fetch(request: Request) -> str:
+    """The whole answer, within `TIMEOUT_S`. A socket's timeout is that of one read, so a server that sends a byte now
+    and then could hold a scrape up for ever. Hence a thread does the reads, and is left alone when the time is over."""
+    answers = queue.SimpleQueue[str | NothingToShow]()
+    threading.Thread(target=lambda: answers.put(_answer(request)), name="aoffload top", daemon=True).start()
+    try:
+        answer = answers.get(timeout=TIMEOUT_S)
+    except queue.Empty:
+        raise NothingToShow(f"does not answer within {TIMEOUT_S:g} s") from None
+    if isinstance(answer, NothingToShow):
+        raise answer
+    return answer
+
+
+def _answer(request: Request) -> str | NothingToShow:
+    """What the address answers, or why there is nothing to show."""
     try:
         with build_opener(_NoRedirects).open(request, timeout=TIMEOUT_S) as answer:
             body: bytes = answer.read(MAX_BYTES)
+            is_cut_off = bool(answer.length) and len(body) < MAX_BYTES  # bytes that the header promised besides
     except HTTPError as error:
         address = error.headers.get("location")
         if error.code // 100 == 3 and address:
-            whole = urljoin(request.full_url, address)
-            raise NothingToShow(f"redirects to {whole:.1000}: use that address") from error
+            return NothingToShow(f"redirects to {urljoin(request.full_url, address):.1000}: use that address")
         key = f" (set {KEY_VARIABLE})" if error.code == HTTPStatus.UNAUTHORIZED else ""
-        raise NothingToShow(f"answers {error.code} {error.reason}{key}") from error
-    except (OSError, HTTPException, ValueError) as error:
+        return NothingToShow(f"answers {error.code} {error.reason}{key}")
+    except IncompleteRead:
+        is_cut_off = True
+    except Exception as error:  # noqa: BLE001  # of the socket, of HTTP, or of a malformed answer
         reason = getattr(error, "reason", error)
         problem = str(getattr(reason, "strerror", None) or reason)
-        raise NothingToShow(f"can't be reached: {problem[:1].lower()}{problem[1:]}") from error
-    return body.decode("utf-8", "replace")
+        return NothingToShow(f"can't be reached: {problem[:1].lower()}{problem[1:]}")
+    return NothingToShow("can't be read: the answer was cut off") if is_cut_off else body.decode("utf-8", "replace")

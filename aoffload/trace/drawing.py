@@ -19,7 +19,18 @@ from .._kernel.states import JobState, Outcome, RequestState
 from .book import ALARMS, MEASURES, STEP_WORDS, TABLES, Listener, Usage, filled, filling
 from .events import Event, Kind
 from .sentences import note_of
-from .timelines import FACTS, FETCHING, LINKS, UNFINISHED, HopRow, JobTimeline, RuntimeLife, Timeline, name_of, pool_field
+from .timelines import (
+    FACTS,
+    FETCHING,
+    LINKS,
+    UNFINISHED,
+    HopRow,
+    JobTimeline,
+    RuntimeLife,
+    Timeline,
+    name_of,
+    pool_field,
+)
 from .wording import plain
 
 # -- columns ---------------------------------------------------------------------------------------------------------

@@ -340,6 +340,63 @@ def test_a_redirect_is_not_followed(
     )
 
 
+@contextmanager
+def sending(*parts: bytes, gone: threading.Event) -> Iterator[str]:
+    """A server that sends one answer, then bytes one by one until `gone`."""
+
+    def serve() -> None:
+        peer, _ = server.accept()
+        with peer:
+            peer.recv(65536)
+            for part in parts:
+                peer.sendall(part)
+            while not gone.wait(0.01):
+                peer.sendall(b"#")
+
+    with socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.getsockname()[1]}/metrics"
+        finally:
+            gone.set()
+            thread.join()
+
+
+@pytest.mark.parametrize("begun", [b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\n\r\n# "], ids=["header", "body"])
+def test_an_answer_that_drips_is_given_up(
+    begun: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The time is that of the whole answer, not of one byte."""
+    monkeypatch.setattr(command, "TIMEOUT_S", 0.25)
+    with sending(begun, gone=threading.Event()) as url:
+        assert main([url]) == 2
+    assert capsys.readouterr().err == f"aoffload top: {url} does not answer within 0.25 s\n"
+
+
+@pytest.mark.parametrize(
+    "header", [b"Content-Length: 9999\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\nfff\r\n"], ids=["length", "chunk"]
+)
+def test_a_part_of_an_answer_is_not_shown(header: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing counter would look like zero."""
+    (gone := threading.Event()).set()
+    with sending(b"HTTP/1.1 200 OK\r\n" + header, BUSY.encode(), gone=gone) as url:
+        assert main([url, "--count", "1"]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert captured.err == f"aoffload top: {url} can't be read: the answer was cut off\n"
+
+
+def test_values_that_are_no_counts_are_not_shown() -> None:
+    """NaN and infinity are left out, and an absurd value does not fill the screen."""
+    odd = BUSY + 'aoffload_storage_off{tier="disk"} NaN\naoffload_requests{state="loading"} +Inf\n'
+    assert list(lines(Look.of(odd, 0.0), None)) == list(lines(Look.of(BUSY, 0.0), None))
+    huge = list(lines(Look.of(BUSY.replace("} 24", "} 1e300"), 0.0), None))
+    assert max(map(len, huge)) <= 200
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize(
     ("target", "said"), [("> /dev/full", "No space left on device"), (">&-", "standard output is closed")]
@@ -370,10 +427,9 @@ def test_a_closed_terminal_does_not_hide_what_ended_the_view(
     """Ctrl-C stays Ctrl-C, the handler of SIGTERM is put back, and a failed write is one line and status 2."""
     monkeypatch.delenv("TERM", raising=False)
     before = signal.getsignal(signal.SIGTERM)
-    screen = Screen(terminal := Terminal())
-    with pytest.raises(KeyboardInterrupt), screen:
-        terminal.__class__ = HungUp
-        raise KeyboardInterrupt
+    screen = Screen(Terminal()).__enter__()
+    screen.stream = HungUp()
+    screen.__exit__()  # raises nothing, which would replace a KeyboardInterrupt
     assert signal.getsignal(signal.SIGTERM) is before
     monkeypatch.setattr(command, "_fetch", lambda request: BUSY)
     monkeypatch.setattr(sys, "stdout", HungUp())
