@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.client import IncompleteRead
 from textwrap import wrap
@@ -394,9 +395,9 @@ class _NoRedirects(HTTPRedirectHandler):
     """Makes each redirect an error, because a redirected request would give the key to another host."""
 
     def http_error_302(self, *_: Any) -> None:
-        return None
+        """None leaves the redirect to the next handler, which raises it as an `HTTPError`."""
 
-    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302  # type: ignore[assignment]
 
 
 def _fetch(request: Request) -> str:
@@ -422,7 +423,9 @@ def _answer(request: Request) -> str | NothingToShow:
     except HTTPError as error:
         address = error.headers.get("location")
         if error.code // 100 == 3 and address:
-            return NothingToShow(f"redirects to {urljoin(request.full_url, address):.1000}: use that address")
+            with suppress(ValueError):  # for example `http://[`
+                address = urljoin(request.full_url, address)
+            return NothingToShow(f"redirects to {address:.1000}: use that address")
         key = f" (set {KEY_VARIABLE})" if error.code == HTTPStatus.UNAUTHORIZED else ""
         return NothingToShow(f"answers {error.code} {error.reason}{key}")
     except IncompleteRead:

@@ -70,7 +70,7 @@ def test_no_escape_sequence_of_a_file_reaches_the_terminal(
         "head_dim": 8,
         "torch_dtype": "bfloat16",
     }
-    config.write_text(json.dumps(layers | {"layer_types": ["\x1b[31m"]}))
+    config.write_text(json.dumps(model | {"layer_types": ["\x1b[31m"]}))
     assert main([trace, *SIZES, "--html", str(page)]) == 0
     assert main([str(broken), *SIZES]) == 2
     assert main([trace, "--model", str(config), "--device", "1GiB"]) == 2
