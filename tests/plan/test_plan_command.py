@@ -63,13 +63,7 @@ def test_no_escape_sequence_of_a_file_reaches_the_terminal(
     """Not of the written page's name, of a broken trace's name, or of a model's config."""
     page, broken, config = tmp_path / "\x1b[31mpage", tmp_path / "\x1b[31mbroken", tmp_path / "config.json"
     broken.write_text("[]\n")
-    layers = {
-        "model_type": "x",
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "head_dim": 8,
-        "torch_dtype": "bfloat16",
-    }
+    model = {"model_type": "x", "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8, "dtype": "bfloat16"}
     config.write_text(json.dumps(model | {"layer_types": ["\x1b[31m"]}))
     assert main([trace, *SIZES, "--html", str(page)]) == 0
     assert main([str(broken), *SIZES]) == 2
