@@ -132,10 +132,14 @@ class ProgressLine:
     _last_s: float = -1.0
     _on_screen: bool = False
 
+    @property
+    def is_terminal(self) -> bool:
+        return self.stream is not None and self.stream.isatty()
+
     def show(self, text: Callable[[], str]) -> None:
         """Rewrite the progress line, unless the last rewrite was less than `INTERVAL_S` ago."""
         now = time.monotonic()
-        if self.stream is not None and self.stream.isatty() and now - self._last_s >= INTERVAL_S:
+        if self.is_terminal and now - self._last_s >= INTERVAL_S:
             self._last_s, self._on_screen = now, True
             self.print(f"\r{text()}\x1b[K")
 
