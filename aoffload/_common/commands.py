@@ -3,40 +3,72 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import TextIO
 
 import attrs
 
 from ..errors import AoffloadError, ConfigError, InvalidArgument
+from .text import plain
 
 BAD_INPUT = 2
 INTERRUPTED = 130
 
 
 def print_any_name() -> None:
-    """Let standard output accept the name of any file, including names with lone surrogates."""
+    """Let standard output accept the name of any file, including names with lone surrogates. Raises `OSError` if
+    standard output is closed."""
+    if sys.stdout is None:  # the shell closed it: `>&-`
+        raise OSError(errno.EBADF, "standard output is closed")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines that may contain text from outside, with escape sequences made visible."""
+    for line in lines:
+        print(plain(line))
+
+
+def print_aside(line: str) -> None:
+    """Print a line on standard error, with escape sequences made visible. Does nothing if that isn't possible."""
+    if sys.stderr is not None:  # for None, `print` would write to standard output
+        with suppress(OSError):  # for example a terminal that was closed
+            print(plain(line), file=sys.stderr)
+
+
 def complain(command: str, problem: str) -> int:
-    print(f"aoffload {command}: {problem}", file=sys.stderr)
+    """Print one line on standard error, with escape sequences made visible. Returns the exit status."""
+    print_aside(f"aoffload {command}: {problem}")
     return BAD_INPUT
 
 
 def ended_by(command: str, error: OSError) -> int:
     """Report `error` with the file that it names. Returns the exit status, which is 0 if the reader of a pipe has
     closed it (`| head`)."""
+    abandon_output()
     if isinstance(error, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     problem = error.strerror or str(error)
     return complain(command, f"{error.filename}: {problem}" if error.filename else problem)
+
+
+def abandon_output() -> None:
+    """If standard output accepts no more text, discard the rest of it, because Python would try to write it once more
+    at exit."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def check_goes_with(parser: argparse.ArgumentParser, found: argparse.Namespace, pairs: Mapping[str, str]) -> None:
@@ -95,14 +127,19 @@ INTERVAL_S = 0.1
 class ProgressLine:
     """A line on a terminal that is rewritten in place. Cheap enough to call at every step."""
 
-    stream: TextIO
+    stream: TextIO | None
+    """None if standard error is closed: nothing is shown."""
     _last_s: float = -1.0
     _on_screen: bool = False
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.stream is not None and self.stream.isatty()
 
     def show(self, text: Callable[[], str]) -> None:
         """Rewrite the progress line, unless the last rewrite was less than `INTERVAL_S` ago."""
         now = time.monotonic()
-        if self.stream.isatty() and now - self._last_s >= INTERVAL_S:
+        if self.is_terminal and now - self._last_s >= INTERVAL_S:
             self._last_s, self._on_screen = now, True
             self.print(f"\r{text()}\x1b[K")
 
@@ -113,8 +150,9 @@ class ProgressLine:
             self.print("\r\x1b[K")
 
     def print(self, text: str) -> None:
-        self.stream.write(text)
-        self.stream.flush()
+        if self.stream is not None:
+            self.stream.write(text)
+            self.stream.flush()
 
 
 def bar(part: float, width: int) -> str:

@@ -106,7 +106,7 @@ class Progress:
         """Show `num_done` of the total, followed by `detail`."""
         total = max(1, self._total)
         about = f"{num_done}/{self._total} requests, {detail}"
-        if self.line.stream.isatty():
+        if self.line.is_terminal:
             self.line.show(lambda: f"{self._title:<16} {bar(num_done / total, BAR_WIDTH)} {about}")
         elif (quarter := 4 * num_done // total) > self._last_quarter:
             self._last_quarter = quarter

@@ -9,7 +9,17 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .._common.commands import INTERRUPTED, check_goes_with, complain, count, ended_by, number, print_any_name
+from .._common.commands import (
+    INTERRUPTED,
+    check_goes_with,
+    complain,
+    count,
+    ended_by,
+    number,
+    print_any_name,
+    print_aside,
+    print_lines,
+)
 from .._config.model_layout import groups_of
 from .._config.quotas import Quota
 from .._config.tiers import parse_bytes
@@ -50,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
     _check(parser, options)
-    print_any_name()
     try:
+        print_any_name()
         _run(options)
         sys.stdout.flush()
     except OSError as error:
@@ -171,12 +181,11 @@ def _run(options: argparse.Namespace) -> None:
         _quotas(options),
     )  # fmt: skip
     if options.html is not None:  # before the table, because the output may be cut off after the table's beginning
-        print(write_page(forecast, options.trace or options.save_mix, options.html, made), file=sys.stderr)
+        print_aside(write_page(forecast, options.trace or options.save_mix, options.html, made))
     if options.json:
         print(json.dumps(as_json(forecast, made), indent=1))
     else:
-        for line in as_text(forecast, made):
-            print(line)
+        print_lines(as_text(forecast, made))
 
 
 def _trace(options: argparse.Namespace) -> tuple[Trace, Made | None]:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
+import queue
 import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from http import HTTPStatus
-from http.client import HTTPException
+from http.client import IncompleteRead
 from textwrap import wrap
 from typing import Any, Self, TextIO
 from urllib.error import HTTPError
-from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.parse import urljoin, urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 import attrs
 from prometheus_client.parser import text_string_to_metric_families
 
 from .. import Tier
-from .._common.commands import INTERRUPTED, complain, count, ended_by, number
+from .._common.commands import INTERRUPTED, abandon_output, complain, count, ended_by, number, print_any_name
 from ..errors import InvalidArgument
 from ..trace.output import text_table
 from ..trace.wording import plain
@@ -40,13 +43,16 @@ USES = {"ask": "questions", "load": "loads", "store": "stores"}
 OLD_SNAPSHOT_S = 5.0
 """The event loop answers at each scrape, so an older snapshot means that the loop is blocked."""
 
+LARGEST = 1e18
+"""Larger values are cut to this one, because no count is so large and its digits would fill the screen."""
+
 
 @attrs.frozen
 class Look:
     at_s: float
     """Time by a monotonic clock."""
     values: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
-    """Values by name of the sample and labels."""
+    """Values by name of the sample and labels. Samples that are not finite are left out."""
 
     @classmethod
     def of(cls, text: str, at_s: float) -> Look:
@@ -55,9 +61,9 @@ class Look:
         return cls(
             at_s,
             {
-                (sample.name, frozenset(sample.labels.items())): sample.value
+                (sample.name, frozenset(sample.labels.items())): min(max(sample.value, -LARGEST), LARGEST)
                 for sample in samples
-                if sample.name.startswith("aoffload_")
+                if sample.name.startswith("aoffload_") and math.isfinite(sample.value)
             },
         )
 
@@ -257,10 +263,14 @@ class Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_terminal:
-            self._write(LEAVE + "".join(f"{line}\n" for line in self._last))
-        if self._handler is not None:
-            signal.signal(signal.SIGTERM, self._handler)
+        try:
+            if self._is_terminal:
+                self._write(LEAVE + "".join(f"{line}\n" for line in self._last))
+        except OSError:  # the terminal was closed: what ended the command must still reach the caller
+            abandon_output()
+        finally:
+            if self._handler is not None:
+                signal.signal(signal.SIGTERM, self._handler)
 
     @property
     def width(self) -> int:
@@ -295,22 +305,24 @@ class NothingToShow(Exception):  # noqa: N818
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0: all views shown; 1: the process has ended; 2: never reached; 130: Ctrl-C."""
+    """Exit status 0: all views shown; 1: the process has ended; 2: never reached, or the output can't be written; 130:
+    Ctrl-C."""
     options = make_parser().parse_args(arguments)
     num_seen = 0
     try:
+        print_any_name()
         request = _request(options.url)
         looks = watch(lambda: _fetch(request), time.monotonic, time.sleep, options.interval, options.count)
         with Screen(sys.stdout) as screen:
             for num_seen, (look, before) in enumerate(looks, 1):  # noqa: B007
                 title = f"{options.url}  {time.strftime('%H:%M:%S')}, every {options.interval:g} s"
-                screen.show([*wrap(title, screen.width), "", *lines(look, before, screen.width)])
+                screen.show([*wrap(plain(title), screen.width), "", *lines(look, before, screen.width)])
     except InvalidArgument as error:
         return complain("top", str(error))
     except NothingToShow as error:
-        bad_input = complain("top", plain(f"{options.url} {error}"))
+        bad_input = complain("top", f"{options.url} {error}")
         return GONE if num_seen else bad_input
-    except BrokenPipeError as error:
+    except OSError as error:
         return ended_by("top", error)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -338,7 +350,8 @@ def watch(
 def _look(text: str, at_s: float) -> Look:
     try:
         look = Look.of(text, at_s)
-    except ValueError as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        # The parser raises what its code comes across, for example an IndexError for a label without a name.
         raise NothingToShow("answers with something else than metrics") from error
     if not look.values:
         of_vllm = ", only those of its vLLM connector" if "vllm:aoffload_" in text else ""
@@ -351,7 +364,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="aoffload top",
         description="Show live rates, the hit share and memory of a running process, from its metrics.",
         epilog="If AOFFLOAD_API_KEY is set, it is sent as the key. Exit status: 0 for success; 1 if the process has "
-        "ended; 2 if it was never reached; 130 after Ctrl-C.",
+        "ended; 2 if it was never reached, or if the output can't be written; 130 after Ctrl-C.",
     )
     parser.add_argument("url", metavar="URL", help="the address of the metrics, such as http://127.0.0.1:8000/metrics")
     parser.add_argument(
@@ -378,15 +391,47 @@ def _request(url: str) -> Request:
     return Request(url, headers={"authorization": f"Bearer {key}"} if key else {})
 
 
+class _NoRedirects(HTTPRedirectHandler):
+    """Makes each redirect an error, because a redirected request would give the key to another host."""
+
+    def http_error_302(self, *_: Any) -> None:
+        """None leaves the redirect to the next handler, which raises it as an `HTTPError`."""
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302  # type: ignore[assignment]
+
+
 def _fetch(request: Request) -> str:
+    """The whole answer, within `TIMEOUT_S`. A socket's timeout is that of one read, so a server that sends a byte now
+    and then could hold a scrape up for ever. Hence a thread does the reads, and is left alone when the time is over."""
+    answers = queue.SimpleQueue[str | NothingToShow]()
+    threading.Thread(target=lambda: answers.put(_answer(request)), name="aoffload top", daemon=True).start()
     try:
-        with urlopen(request, timeout=TIMEOUT_S) as answer:
+        answer = answers.get(timeout=TIMEOUT_S)
+    except queue.Empty:
+        raise NothingToShow(f"does not answer within {TIMEOUT_S:g} s") from None
+    if isinstance(answer, NothingToShow):
+        raise answer
+    return answer
+
+
+def _answer(request: Request) -> str | NothingToShow:
+    """What the address answers, or why there is nothing to show."""
+    try:
+        with build_opener(_NoRedirects).open(request, timeout=TIMEOUT_S) as answer:
             body: bytes = answer.read(MAX_BYTES)
+            is_cut_off = bool(answer.length) and len(body) < MAX_BYTES  # bytes that the header promised besides
     except HTTPError as error:
+        address = error.headers.get("location")
+        if error.code // 100 == 3 and address:
+            with suppress(ValueError):  # for example `http://[`
+                address = urljoin(request.full_url, address)
+            return NothingToShow(f"redirects to {address:.1000}: use that address")
         key = f" (set {KEY_VARIABLE})" if error.code == HTTPStatus.UNAUTHORIZED else ""
-        raise NothingToShow(f"answers {error.code} {error.reason}{key}") from error
-    except (OSError, HTTPException, ValueError) as error:
+        return NothingToShow(f"answers {error.code} {error.reason}{key}")
+    except IncompleteRead:
+        is_cut_off = True
+    except Exception as error:  # noqa: BLE001  # of the socket, of HTTP, or of a malformed answer
         reason = getattr(error, "reason", error)
         problem = str(getattr(reason, "strerror", None) or reason)
-        raise NothingToShow(f"can't be reached: {problem[:1].lower()}{problem[1:]}") from error
-    return body.decode("utf-8", "replace")
+        return NothingToShow(f"can't be reached: {problem[:1].lower()}{problem[1:]}")
+    return NothingToShow("can't be read: the answer was cut off") if is_cut_off else body.decode("utf-8", "replace")

@@ -163,7 +163,7 @@ _MATCHED_AGAIN.add(FETCHING)
 _PENDING = Answer.PENDING.value
 _LAUNCHED, _DISCARDED = JobState.LAUNCHED.value, JobState.DISCARDED.value
 _REFUSED = Outcome.REFUSED.value
-_STEP, _BEGUN, _ENDED = "step", "begun", "ended"
+STEP_WORDS = _STEP, _BEGUN, _ENDED = "step", "begun", "ended"
 _FIRST_STATES = {_MATCHED, CacheTransferState.MOVING.value, PinState.HELD.value, _BEGUN}
 _OWNERS = (Kind.REQUEST, Kind.PREFETCH, Kind.DEMOTION, Kind.FETCH)
 _TRANSFERS = (Kind.PREFETCH, Kind.DEMOTION, Kind.FETCH)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .._common.commands import INTERRUPTED, complain, ended_by, print_any_name
+from .._common.commands import INTERRUPTED, complain, ended_by, print_any_name, print_lines
 from .events import time_of
 from .figures import Figures
 from .narrative import UnknownError, narrative
@@ -25,8 +25,8 @@ MAX_NAMED = 8
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 0: written; 2: no such log, no such request, or no place to write to; 130: Ctrl-C."""
     options = make_parser().parse_args(arguments)
-    print_any_name()
     try:
+        print_any_name()
         run: Callable[[argparse.Namespace], None] = options.run
         run(options)
         sys.stdout.flush()
@@ -101,8 +101,7 @@ def _summary(options: argparse.Namespace) -> None:
     scan.run()
     if options.runtime and not any(life.is_called(options.runtime) for life in scan.runtimes.lives):
         raise UnknownError(_no_runtime(options, scan))
-    for line in summary(scan, figures):
-        print(line)
+    print_lines(summary(scan, figures))
 
 
 def _no_runtime(options: argparse.Namespace, scan: Scan) -> str:
@@ -111,13 +110,12 @@ def _no_runtime(options: argparse.Namespace, scan: Scan) -> str:
 
 
 def _request(options: argparse.Namespace) -> None:
-    for line in narrative(options.log, options.request_id, sys.stderr, options.until):
-        print(line)
+    print_lines(narrative(options.log, options.request_id, sys.stderr, options.until))
 
 
 def _page(options: argparse.Namespace) -> None:
-    print(write_page(options.log, options.file, sys.stderr, options.until))
+    print_lines([write_page(options.log, options.file, sys.stderr, options.until)])
 
 
 def _perfetto(options: argparse.Namespace) -> None:
-    print(write_perfetto(options.log, options.file, sys.stderr, options.until))
+    print_lines([write_perfetto(options.log, options.file, sys.stderr, options.until)])

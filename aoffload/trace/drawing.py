@@ -13,11 +13,24 @@ from typing import Any
 import attrs
 
 from .._common.tiers import TIERS, Tier
-from .._kernel.states import RequestState
-from .book import ALARMS, MEASURES, TABLES, Listener, Usage, filled, filling
+from .._extensions.pins import PinState
+from .._extensions.transfers import CacheTransferState
+from .._kernel.states import JobState, Outcome, RequestState
+from .book import ALARMS, MEASURES, STEP_WORDS, TABLES, Listener, Usage, filled, filling
 from .events import Event, Kind
 from .sentences import note_of
-from .timelines import FACTS, LINKS, HopRow, JobTimeline, RuntimeLife, Timeline, name_of, pool_field
+from .timelines import (
+    FACTS,
+    FETCHING,
+    LINKS,
+    UNFINISHED,
+    HopRow,
+    JobTimeline,
+    RuntimeLife,
+    Timeline,
+    name_of,
+    pool_field,
+)
 from .wording import plain
 
 # -- columns ---------------------------------------------------------------------------------------------------------
@@ -185,6 +198,11 @@ MAX_NOTES = 500
 counted."""
 _NOT_KNOWN = 0xFFFF_FFFF
 """The value of a fact that no event had."""
+_FIXED_WORDS = (
+    *(state.value for states in (RequestState, JobState, PinState, CacheTransferState) for state in states),
+    *STEP_WORDS, FETCHING, UNFINISHED, Outcome.REFUSED.value, "",
+)  # fmt: skip
+"""Words that the page's scripts look for. They have a number before the log's reasons and errors use up the numbers."""
 
 
 def _columns(**typecodes: str) -> dict[str, NumberColumn]:
@@ -217,8 +235,8 @@ class Drawing(Listener):
     _usages: dict[int, dict[str, Series]] = attrs.field(factory=dict)
 
     def __attrs_post_init__(self) -> None:
-        for state in RequestState:
-            self._words.number(state.value)
+        for word in _FIXED_WORDS:
+            self._words.number(word)
 
     def timeline_over(self, timeline: Timeline) -> None:
         columns = self._timelines

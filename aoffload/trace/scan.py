@@ -13,7 +13,7 @@ from .book import TOLD, Listener, TimelineBook
 from .events import Event, EventReader, FieldError, Kind, LogLines
 from .output import Progress
 from .timelines import RuntimeLife, Runtimes
-from .wording import counted, date_and_time, duration
+from .wording import counted, date_and_time, duration, plain
 
 
 class EmptyLogError(Exception):
@@ -112,7 +112,7 @@ class Scan:
         first, last = date_and_time(self.first_s), date_and_time(self.last_s)
         same_day = first[: len("2026-01-01 ")]
         span = f"{first} to {last.removeprefix(same_day)} UTC ({duration(self.duration_s)})"
-        return f"{self.path.name}: {counted(self.reader.num_events, 'event')}, {span}"
+        return f"{plain(self.path.name)}: {counted(self.reader.num_events, 'event')}, {span}"
 
     def _look_at_time(self, event: Event) -> None:
         at_s = event.at_s

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import datetime
 
-
-def plain(text: str) -> str:
-    """`text` with all unprintable characters escaped, because a log may contain escape sequences that a terminal would
-    obey."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+from .._common.text import plain as plain
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

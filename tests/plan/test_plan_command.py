@@ -57,6 +57,22 @@ def test_the_first_line_says_what_to_buy(trace: str, capsys: pytest.CaptureFixtu
     }  # fmt: skip
 
 
+def test_no_escape_sequence_of_a_file_reaches_the_terminal(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not of the written page's name, of a broken trace's name, or of a model's config."""
+    page, broken, config = tmp_path / "\x1b[31mpage", tmp_path / "\x1b[31mbroken", tmp_path / "config.json"
+    broken.write_text("[]\n")
+    model = {"model_type": "x", "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8, "dtype": "bfloat16"}
+    config.write_text(json.dumps(model | {"layer_types": ["\x1b[31m"]}))
+    assert main([trace, *SIZES, "--html", str(page)]) == 0
+    assert main([str(broken), *SIZES]) == 2
+    assert main([trace, "--model", str(config), "--device", "1GiB"]) == 2
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out + captured.err
+    assert captured.err.count("\\x1b[31m") == captured.err.count("\n") == 3
+
+
 def test_json_has_the_same_and_more(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Numbers for programs; the rows are those of the table."""
     assert main([trace, *SIZES, *SPEEDS, "--disk", "20MiB", "--disk-price-per-gib-month", "0.1", "--json"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from socket import socket
 from typing import Any
 
@@ -25,6 +27,7 @@ from aoffload import KVCacheGroup, OffloadConfig, OffloadRuntime
 from aoffload.metrics import Metrics, MetricsCollector
 from aoffload.top import command
 from aoffload.top.command import Look, NothingToShow, Screen, lines, main, watch
+from benchmarks.synthetic_log import line as log_line
 
 BUSY = """
 aoffload_requests{state="running"} 1
@@ -224,7 +227,7 @@ def test_it_looks_as_often_as_asked_and_waits_in_between() -> None:
     assert slept == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("text", ["<html>", "", 'python_info{version="3"} 1\n'])
+@pytest.mark.parametrize("text", ["<html>", "", 'python_info{version="3"} 1\n', 'aoffload_x{a="b", ="c"} 1\nmetrics'])
 def test_what_is_no_process_of_ours_is_said(text: str) -> None:
     """Another page, or the metrics of another program."""
     with pytest.raises(NothingToShow, match="metric"):
@@ -303,6 +306,149 @@ def test_what_is_wrong_with_an_address_is_said_in_plain_words(
         assert main([url]) == 2
         thread.join()
     assert capsys.readouterr().err == f"aoffload top: {url} {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "location"),
+    [(302, "http://["), *((status, "/elsewhere\x1b[31m") for status in (301, 302, 303, 307, 308))],
+)
+def test_a_redirect_is_not_followed(
+    status: int, location: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The key goes to the host that was named, and to no other one. The address is on the line, escaped."""
+    monkeypatch.setenv(command.KEY_VARIABLE, "secret")
+    asked = []
+
+    class Redirect(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append((self.path, self.headers["authorization"]))
+            self.send_response(status if len(asked) == 1 else 200)
+            self.send_header("location", location)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Redirect) as server:
+        address = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            assert main([f"{address}/metrics"]) == 2
+        finally:
+            server.shutdown()
+            thread.join()
+    assert asked == [("/metrics", "Bearer secret")]
+    shown = location.replace("/elsewhere\x1b", f"{address}/elsewhere\\x1b")
+    said = f"redirects to {shown}: use that address\n"
+    assert capsys.readouterr().err == f"aoffload top: {address}/metrics {said}"
+
+
+@contextmanager
+def sending(*parts: bytes, gone: threading.Event) -> Iterator[str]:
+    """A server that sends one answer, then bytes one by one until `gone`."""
+
+    def serve() -> None:
+        peer, _ = server.accept()
+        with peer:
+            peer.recv(65536)
+            for part in parts:
+                peer.sendall(part)
+            while not gone.wait(0.01):
+                peer.sendall(b"#")
+
+    with socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.getsockname()[1]}/metrics"
+        finally:
+            gone.set()
+            thread.join()
+
+
+@pytest.mark.parametrize("begun", [b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\n\r\n# "], ids=["header", "body"])
+def test_an_answer_that_drips_is_given_up(
+    begun: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The time is that of the whole answer, not of one byte."""
+    monkeypatch.setattr(command, "TIMEOUT_S", 0.25)
+    with sending(begun, gone=threading.Event()) as url:
+        assert main([url]) == 2
+    assert capsys.readouterr().err == f"aoffload top: {url} does not answer within 0.25 s\n"
+
+
+@pytest.mark.parametrize(
+    "header", [b"Content-Length: 9999\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\nfff\r\n"], ids=["length", "chunk"]
+)
+def test_a_part_of_an_answer_is_not_shown(header: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing counter would look like zero."""
+    (gone := threading.Event()).set()
+    with sending(b"HTTP/1.1 200 OK\r\n" + header, BUSY.encode(), gone=gone) as url:
+        assert main([url, "--count", "1"]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert captured.err == f"aoffload top: {url} can't be read: the answer was cut off\n"
+
+
+def test_values_that_are_no_counts_are_not_shown() -> None:
+    """NaN and infinity are left out, and an absurd value does not fill the screen."""
+    odd = BUSY + 'aoffload_storage_off{tier="disk"} NaN\naoffload_requests{state="loading"} +Inf\n'
+    assert list(lines(Look.of(odd, 0.0), None)) == list(lines(Look.of(BUSY, 0.0), None))
+    huge = list(lines(Look.of(BUSY.replace("} 24", "} 1e300"), 0.0), None))
+    assert max(map(len, huge)) <= 200
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("target", "said"), [("> /dev/full", "No space left on device"), (">&-", "standard output is closed")]
+)
+@pytest.mark.parametrize("run", ["top {url} --count 1", "trace {log}", "plan --mix documents"])
+def test_output_that_cannot_be_written_is_one_line(run: str, target: str, said: str, tmp_path: Path) -> None:
+    """A full disk or a closed standard output: status 2, no traceback, and nothing more at exit."""
+    log = tmp_path / "log"
+    log.write_text(log_line(1, "request_aborted", request_id="r", reason="x", previous="running") + "\n")
+    registry = CollectorRegistry()
+    registry.register(Fixed())
+    with listening(registry) as url:
+        shell = f"{sys.executable} -m aoffload {run.format(url=url, log=log)} {target}"
+        found = subprocess.run(["sh", "-c", shell], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (found.returncode, found.stderr) == (2, f"aoffload {run.split()[0]}: {said}\n")
+
+
+class HungUp(Terminal):
+    """A terminal that was closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_closed_terminal_does_not_hide_what_ended_the_view(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C stays Ctrl-C, the handler of SIGTERM is put back, and a failed write is one line and status 2."""
+    monkeypatch.delenv("TERM", raising=False)
+    before = signal.getsignal(signal.SIGTERM)
+    screen = Screen(Terminal()).__enter__()
+    screen.stream = HungUp()
+    screen.__exit__()  # raises nothing, which would replace a KeyboardInterrupt
+    assert signal.getsignal(signal.SIGTERM) is before
+    monkeypatch.setattr(command, "_fetch", lambda request: BUSY)
+    monkeypatch.setattr(sys, "stdout", HungUp())
+    assert main(["http://127.0.0.1:1/metrics", "--count", "1"]) == 2
+    assert capsys.readouterr().err == "aoffload top: Input/output error\n"
+
+
+def test_no_escape_sequence_of_an_address_reaches_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor in the title, nor in an error."""
+    monkeypatch.setattr(command, "_fetch", lambda request: BUSY)
+    assert main(["http://127.0.0.1:1/metrics#\x1b[31m", "--count", "1"]) == 0
+    assert main(["ftp\x1b[31m", "--count", "1"]) == 2
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out + captured.err and "#\\x1b[31m" in captured.out
 
 
 def test_an_address_that_does_not_answer_is_said_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,6 +172,31 @@ def test_part_of_an_id_names_all_that_have_it(
     assert refused([str(path), "request", "c06"], capsys).partition("similar: ")[2].strip() == names + more
 
 
+def test_no_escape_sequence_of_a_file_name_reaches_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not of the log's name, of the written file's name or of a missing file's name, on either stream."""
+    log, empty, file = (tmp_path / f"\x1b[31m{name}" for name in ("log", "empty", "file"))
+    log.write_text(line(1, "request_aborted", request_id="r", reason="x", previous="running") + "\n")
+    empty.write_text("{}\n")
+    for number, arguments in enumerate(([], ["html", str(file)], ["perfetto", str(file)])):
+        assert main([str(log), *arguments]) == 0
+        assert main([str(empty), *arguments]) == main([str(tmp_path / "\x1b"), *arguments]) == 2
+        captured = capsys.readouterr()
+        assert "\\x1b[31m" in captured.out and captured.err.count("\n") == 2, number
+        assert "\x1b" not in captured.out + captured.err
+
+
+def test_a_closed_standard_error_does_not_matter(tmp_path: Path) -> None:
+    """Progress and errors are not shown then, and the status is the same."""
+    log = tmp_path / "log"
+    log.write_text(line(1, "request_aborted", request_id="r", reason="x", previous="running") + "\n")
+    for path, status in ((log, 0), (tmp_path / "none", 2)):
+        run = f"{sys.executable} -m aoffload trace {path} 2>&-"
+        found = subprocess.run(["sh", "-c", run], stdout=subprocess.PIPE, timeout=120)
+        assert found.returncode == status and bool(found.stdout) is not bool(status)
+
+
 @pytest.mark.parametrize("command", [["summary"], ["html", "out"], ["perfetto", "out"]])
 def test_a_file_without_events_is_refused(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

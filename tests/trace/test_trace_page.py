@@ -107,6 +107,39 @@ def test_what_a_page_cannot_hold_is_counted(tmp_path: Path, monkeypatch: pytest.
     assert any("not drawn: a page holds the first" in remark for remark in data["remarks"])
 
 
+def test_reasons_do_not_displace_states_and_outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more reasons and errors than the page can name, each timeline and job still shows how it ended."""
+    monkeypatch.setattr(drawing, "_MAX_TEXTS", 60)
+    end = {"previous": "running"}
+    log = [line(at, "request_aborted", request_id=f"r{at}", reason=f"reason {at}", **end) for at in range(1, 100)]
+    job = {"direction": "load", "source": "host", "destination": "device", "num_blocks": 1, "request_id": "stuck"}
+    log += [
+        line(100, "request_matched", request_id="stuck"),
+        line(101, "request_pinned", request_id="stuck"),
+        line(102, "fetch_moving", request_id="f", waiter="stuck", num_blocks=1),
+        line(103, "pin_held", pin_id=1, num_blocks=1),
+        line(104, "pin_lapsed", pin_id=1, num_blocks=1),
+        line(105, "step_begun", step_id=1, request_ids=[], num_blocks=0),
+        line(106, "step_ended", step_id=1),
+        line(107, "job_launched", job_id=1, **job),
+        line(108, "job_completed", job_id=1, **job),
+        line(109, "job_failed", job_id=2, outcome="refused", **job),
+    ]
+    (tmp_path / "log").write_text("".join(f"{one}\n" for one in log))
+    write_page(tmp_path / "log", tmp_path / "page.html", io.StringIO())
+    data = page_data(tmp_path / "page.html")
+    timelines, moves, jobs = columns(data["timelines"]), columns(data["moves"]), columns(data["jobs"])
+    words = data["words"]
+    assert words[timelines["reason"][98]] == "(one of many)"
+    outcomes = {name: words[at] for name, at in zip(timelines["name"], timelines["outcome"], strict=True)}
+    assert outcomes["stuck"] == "unfinished" and outcomes["r99"] == "aborted"
+    assert {words[at] for at in timelines["outcome"]} == {"aborted", "ended", "lapsed", "unfinished"}
+    assert {words[at] for at in jobs["outcome"]} == {"completed", "refused"}
+    states = {words[at] for at in moves["state"]}
+    assert states >= {"fetching", "moving", "held", "lapsed", "step", "ended", "unfinished"}
+    assert "(one of many)" not in states
+
+
 def test_the_package_has_every_part_of_the_page() -> None:
     """Scripts that are there are on the page, in an order that the page gives."""
     assert sorted(SCRIPTS) == sorted(path.name for path in ASSETS.glob("*.js"))

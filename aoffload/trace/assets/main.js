@@ -267,14 +267,14 @@ function fillLegends(trace) {
     ...others,
     ...ends.map(([, name, text]) => [name, text, "end"]),
   ]);
-  const has = (...words) => words.some((word) => trace.words.includes(word));
+  const copies = new Set(Array.from(trace.jobs.outcome, (word) => trace.words[word]));
   const ways = new Set(Array.from(trace.jobs.link, (link) => trace.links[link].direction));
   fillLegend("directions", [
     ...(used.has("step") ? [["step", "step: holds its blocks until it ends"]] : []),
     ...(ways.has("load") ? [["loading", "load: copy to a faster tier"]] : []),
     ...(ways.has("store") ? [["store", "store: copy to a slower tier"]] : []),
-    ...(has("failed") ? [["bad", "copy failed"]] : []),
-    ...(has("refused") ? [["refused", "copy refused, because its storage failed before"]] : []),
+    ...(copies.has("failed") ? [["bad", "copy failed"]] : []),
+    ...(copies.has("refused") ? [["refused", "copy refused, because its storage failed before"]] : []),
   ]);
   fillLegend("measures", [
     ["used", "device: blocks in block tables; other tiers: blocks that copies filled, at most"],
