@@ -34,7 +34,7 @@ NOT_INSTALLED = {"mooncake": "its client, which is large"}
 HEAD = """# Dependencies
 
 This table lists the distributions that each extra installs, with their allowed versions and the licences that they
-state. `make dependencies` writes this page. 
+state. `make dependencies` writes this page.
 
 Extra | Needed for | Distributions
 ---|---|---
