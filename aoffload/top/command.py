@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
-from http.client import IncompleteRead
+from http.client import HTTPException, IncompleteRead
 from textwrap import wrap
 from typing import Any, Self, TextIO
 from urllib.error import HTTPError
@@ -430,7 +430,7 @@ def _answer(request: Request) -> str | NothingToShow:
         return NothingToShow(f"answers {error.code} {error.reason}{key}")
     except IncompleteRead:
         is_cut_off = True
-    except Exception as error:  # noqa: BLE001  # of the socket, of HTTP, or of a malformed answer
+    except (OSError, HTTPException, ValueError) as error:  # of the socket, of HTTP, or of a malformed address
         reason = getattr(error, "reason", error)
         problem = str(getattr(reason, "strerror", None) or reason)
         return NothingToShow(f"can't be reached: {problem[:1].lower()}{problem[1:]}")
