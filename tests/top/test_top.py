@@ -198,15 +198,23 @@ def test_the_terminal_is_as_before_after_a_signal(number: int, status: int) -> N
     ours, theirs = pty.openpty()
     with listening(registry) as url, open(ours, "rb", buffering=0) as terminal:
         run = [sys.executable, "-m", "aoffload", "top", url, "--interval", "3600"]
-        with subprocess.Popen(run, stdout=theirs, env={**os.environ, "TERM": "xterm"}) as process:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background ignores it
+        try:
+            process = subprocess.Popen(run, stdout=theirs, env={**os.environ, "TERM": "xterm"})
+        finally:
+            signal.signal(signal.SIGINT, before)
             os.close(theirs)
+        try:
             seen = b""
             while command.CLEAR_BELOW.encode() not in seen:
                 seen += terminal.read(4096)
             assert seen.startswith(command.ENTER.encode()) and b"1 running" in seen
             process.send_signal(number)
             assert process.wait(60) == status
-            left = terminal.read(65536)
+        finally:
+            process.kill()
+            process.wait()
+        left = terminal.read(65536)
     assert command.LEAVE.encode() in left and b"1 running" in left.partition(command.LEAVE.encode())[2]
 
 
