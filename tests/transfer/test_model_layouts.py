@@ -229,7 +229,7 @@ def test_a_superfluous_region_is_named() -> None:
     ("member", "problem"),
     [
         (torch.zeros(3, 2, 16, 8, 64, dtype=torch.bfloat16), "blocks of 32768 bytes; those of the model have 65536"),
-        (torch.zeros(3, 2, 16, 8, 128, dtype=torch.float16), "is of float16; the model stores bfloat16"),
+        (torch.zeros(3, 2, 16, 8, 128, dtype=torch.float16), "has dtype float16, but the model stores bfloat16"),
         (torch.zeros(3, 2, 8, 16, 128, dtype=torch.bfloat16), r"in the order \[2, 8, 16, 128\].*\[2, 16, 8, 128\]"),
         (torch.zeros(3, 2, 8, 16, 128, dtype=torch.bfloat16).transpose(2, 3), r"in the order \[2, 8, 16, 128\]"),
         (torch.zeros(4, 2, 16, 8, 128, dtype=torch.bfloat16), "has 3 blocks, .* has 4: they must be equal"),
@@ -254,5 +254,5 @@ def test_bytes_serve_for_each_dtype_of_eight_bits() -> None:
     given["layer 0 keys and values"] = given["layer 0 keys and values"].view(torch.uint8)
     assert len(KVRegion.of_model(found, given)) == 2
     given["layer 0 keys and values"] = given["layer 0 keys and values"].view(torch.float8_e5m2)
-    with pytest.raises(RegionError, match="is of float8_e5m2"):
+    with pytest.raises(RegionError, match="has dtype float8_e5m2"):
         KVRegion.of_model(found, given)

@@ -58,7 +58,7 @@ def test_parameters_lose_their_graph_and_keep_their_memory() -> None:
         (lambda: 7, "kv_caches: must be tensors"),
         (lambda: "kv", "kv_caches: must be tensors"),
         (lambda: [torch.zeros(4, 2), None], r"kv_caches\[1\]: must be a torch tensor"),
-        (lambda: [torch.zeros(4, 2), torch.zeros(5, 2)], r"kv_caches\[1\]: has 5 blocks, kv_caches\[0\] has 4"),
+        (lambda: [torch.zeros(4, 2), torch.zeros(5, 2)], r"kv_caches\[1\]: has 5 blocks, but kv_caches\[0\] has 4"),
         (lambda: {"a": torch.zeros(4, 2), "b": torch.zeros(3, 2)}, r"kv_caches\['b'\]: has 3 blocks"),
         (lambda: [torch.zeros(4, 3, 4)[:, :, ::2]], r"kv_caches\[0\]: a block is not contiguous"),
         (lambda: torch.zeros(4, 3, 2).transpose(0, 1), "kv_caches: a block is not contiguous"),
