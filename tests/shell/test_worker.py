@@ -454,10 +454,14 @@ async def ledger_fails(engine: Engine, transport: ScriptedTransport) -> None:
     engine.runtime.check_integrity()
 
 
-async def test_a_bug_where_completions_arrive_turns_the_cache_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Completions are settled in a callback of the loop, which trio does not survive raising: whatever goes wrong there
-    is logged, waiting requests compute, and the engine goes on."""
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_bug_where_completions_arrive_turns_the_cache_off(
+    is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Completions are settled in the task that loads, or, if they come later, in a callback of the loop, which trio
+    does not survive raising. Whatever goes wrong there is logged, waiting requests compute, and the engine goes on."""
     errors: list[BaseException] = []
+    ready: list[int] = []
     with anyio.fail_after(GUARD_S):
         async with scripted() as (engine, transport):
             await on_the_host_only(engine, A)
@@ -476,7 +480,16 @@ async def test_a_bug_where_completions_arrive_turns_the_cache_off(monkeypatch: p
                     errors.append(event.error)
 
             monkeypatch.setattr(engine.runtime.telemetry, "observe", heard)
-            assert await engine.serve(A) == 0
+            transport.auto = not is_late
+
+            async def serve() -> None:
+                ready.append(await engine.serve(A))
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(serve)
+                await turns()
+                transport.land_all()
+            assert ready == [0]
             assert [str(error) for error in errors] == ["planted"]
             assert await engine.serve(B) == 0
             assert len(transport.launched) == 2  # the store of A and its load: nothing since
