@@ -180,8 +180,8 @@ def groups_of(
       dtype of the model.
 
     `ConfigError` names the wrong argument. For `config`, it gives the reason: a recurrent state of unknown shape, an
-    encoder, or a field that decides what is cached and is not understood for this type of model. Only the configuration
-    is read.
+    encoder, or a field that decides which KV is cached and that groups_of does not know for this type. Only the
+    configuration is read.
     """
     if block_size is not None:
         check_int("block_size", block_size, 1, MAX_BLOCK_SIZE, ConfigError)

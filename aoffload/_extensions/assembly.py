@@ -170,7 +170,7 @@ class AnyLedger(CacheBase):
 
     @property
     def hints(self) -> Hints:
-        """Act on hints: what clients say about the future of their prompts."""
+        """Act on hints, in which clients predict the future of their prompts."""
         return self.add_once(Hints, Hints)
 
     @property

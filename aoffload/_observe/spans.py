@@ -69,7 +69,7 @@ class _Waiting:
 
 class Spans:
     """One of the `observers` of one runtime, or of one `Ledger` or `HostCache`: reports requests and copies as spans of
-    OpenTelemetry. The names of attributes are those of the log's fields, behind `aoffload.`: ids, sizes, times and
+    OpenTelemetry. The names of attributes are those of the log's fields after `aoffload.`: ids, sizes, times and
     reasons, and neither tokens nor salts.
 
     `tracer_provider`: whose spans they are. The default is the program's global one.
@@ -173,7 +173,7 @@ class Spans:
             self._waits_no_longer(one)
             _end(one.span, {"outcome": state.value})
 
-    # -- what waits ---------------------------------------------------------------------------------------------------
+    # -- requests and transfers ---------------------------------------------------------------------------------------
 
     def _begin(self, kind: str, record: LedgerRequest, fields: Fields, above: _Waiting | None = None) -> _Waiting:
         """A span below that of `above`; below the caller's, if None."""
@@ -265,12 +265,12 @@ def _outcome(done: Completion) -> Fields:
 
 
 def _fault(done: Completion) -> str:
-    """Why a copy has failed. A refused one has not: nothing was copied, because its storage is left alone."""
+    """Why a copy has failed. A refused copy has not failed: its storage is suspended, so nothing was copied."""
     return "" if done.outcome in (Outcome.LANDED, Outcome.REFUSED) else done.error or done.outcome.value
 
 
 def _link(one: Span, other: Span) -> None:
-    """Each of the spans names the other, because either may be the one that is looked at."""
+    """Each of the spans names the other, because a reader may begin with either of them."""
     one.add_link(other.get_span_context())
     other.add_link(one.get_span_context())
 

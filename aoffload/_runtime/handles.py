@@ -343,7 +343,7 @@ class RuntimeFetches(Handle):
 
 
 class RuntimeHints(Handle):
-    """`runtime.hints`: acts on hints, what clients say about the future of their prompts.
+    """`runtime.hints`: acts on hints, in which clients predict the future of their prompts.
 
     Pass the same `cache_salt`, `adapter_key` and `key_spans` as for a request. The copies of a hint finish on their
     own.

@@ -492,7 +492,7 @@ class RuntimeBase(Generic[AnyFace, AnyRequest]):
 
     @property
     def hints(self) -> RuntimeHints:
-        """Act on hints: what clients say about the future of their prompts."""
+        """Act on hints, in which clients predict the future of their prompts."""
         return RuntimeHints(self._session, self)
 
     @property

@@ -3,8 +3,8 @@
 The planner knows hits, and it knows prices only if they are given. It does not know what computing costs. So the rule
 is based on the prompt tokens that a size saves from being computed:
 
-    goal    the gain of a size is what it saves in addition to the device alone. Unlimited host memory has the largest
-            gain. A size is enough if it has at least `ENOUGH` of the largest gain
+    goal    the gain of a size is the tokens that it saves beyond the device alone. Unlimited host memory has the
+            largest gain. A size is enough if it has at least `ENOUGH` of the largest gain
     choice  the smallest enough host size of the table, without a disk. With prices: the cheapest enough row, without
             disks that would have to take more writes than a runtime makes
     nothing if the largest gain is less than `LEAST` of the tokens that the device alone computes, or if a load takes
@@ -152,7 +152,7 @@ def _points(less: float, more: float) -> str:
 
 
 def consequences(forecast: Forecast, advice: Advice) -> Iterator[str]:
-    """What the row brings, and the speeds at which loading stops being faster than computing. Empty without speeds."""
+    """The gain of the row, and the speeds at which loading stops being faster than computing. Empty without speeds."""
     speeds = forecast.speeds
     if speeds is None:
         return
@@ -188,7 +188,7 @@ def _pairs(before: FirstToken, after: FirstToken) -> tuple[tuple[float, float], 
 
 
 def rule(forecast: Forecast) -> str:
-    """What the sentence is based on."""
+    """The rule on which the sentence is based."""
     basis, chosen = "hits, not on money", "smallest host memory"
     if forecast.prices is not None:
         basis, chosen = "your prices of memory", "cheapest row"
