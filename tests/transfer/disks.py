@@ -17,6 +17,7 @@ from aoffload import DiskTier, KVCacheGroup
 from aoffload._common.tiers import Tier
 from aoffload._kernel.layout import Layout
 from aoffload._kernel.plans import Completion, TransferPlan
+from aoffload._kernel.states import Outcome
 from aoffload._tiers.disk.plans import BlockLabel, DiskPayload, DiskTrouble, RestoredRun
 from aoffload._transfer.local import LocalTransport
 from aoffload.transport import Env
@@ -81,6 +82,17 @@ class DiskCopies:
 
     def next(self) -> Completion:
         return self.completions.get(timeout=self.guard_s)
+
+    def wait_until_idle(self, num_threads: int) -> None:
+        """Wait until this number of the disk's threads wait for work. A launch takes a thread out of the wait, so no
+        thread is idle until it has looked at the jobs launched before."""
+        turn = self.disk._turn
+        for _ in range(100_000):  # a turn of the interpreter each
+            with turn:
+                if len(turn._waiters) >= num_threads:  # type: ignore[attr-defined]
+                    return
+            assert self.move(Tier.DEVICE, Tier.HOST, [1], [9]).outcome is Outcome.LANDED
+        raise AssertionError(f"fewer than {num_threads} threads of the disk wait for work")
 
     def read_back(self) -> list[RestoredRun]:
         found: list[RestoredRun] = []

@@ -20,6 +20,7 @@ from aoffload import ConfigError, DiskTier
 from aoffload._common.tiers import Tier
 from aoffload._kernel.plans import TransferPlan
 from aoffload._kernel.states import Direction, Outcome
+from aoffload._tiers.disk.lanes import NUM_THREADS
 from aoffload._transfer.backends.base import RegionBackend
 from aoffload._transfer.breaker import Closed, Opened, Use
 from aoffload._transfer.local import LocalTransport
@@ -269,8 +270,7 @@ def test_what_is_forgotten_is_found_by_nobody(open_disk: Callable[..., DiskCopie
         copies.disk.forget([4, 5])
         hanging.wait_for(1)
         job_id = copies.launch(HOST, DISK, [0], [4], LABELS[:1])
-        for _ in range(20):
-            assert copies.move(DEVICE, HOST, [1], [9]).outcome is Outcome.LANDED
+        copies.wait_until_idle(NUM_THREADS - 1)
         assert copies.disk.statistics().num_stores == 1  # the second one waits
     finally:
         hanging.resume()
