@@ -18,7 +18,7 @@ USED_FOR = {
     "uvloop": "uvloop as event loop",
     "transformers": "[models](models.md) of the demo and the server",
     "cuda": "faster copies on a GPU",
-    "disk": "a [disk](disk.md)",
+    "disk": "a [disk tier](disk.md)",
     "remote": "a [store](remote.md) in Redis or Valkey",
     "object-storage": "a [store](remote.md#stores) in object storage",
     "mooncake": "a [store](remote.md#stores) in Mooncake Store",
@@ -29,14 +29,14 @@ USED_FOR = {
     "vllm": "[vLLM](vllm.md), which you install yourself",
 }
 """The extras that users install, and `""` for what is always required."""
-NOT_INSTALLED = {"mooncake": "its client, which is large"}
+NOT_INSTALLED = {"mooncake": "the client of Mooncake Store"}
 """Extras whose distributions are not installed where this page is written."""
 HEAD = """# Dependencies
 
-This table lists the distributions that each extra installs, with their allowed versions and the licences that they
-state. `make dependencies` writes this page.
+An *extra* is an optional part of the installation, for example `pip install '.[disk]'`. This table lists the packages
+of each extra, with their allowed versions and licences.
 
-Extra | Needed for | Distributions
+Extra | Needed for | Packages
 ---|---|---
 """
 LICENCES = {
