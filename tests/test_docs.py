@@ -353,15 +353,6 @@ def test_the_tutorial_shows_what_the_example_prints() -> None:
     assert [shown.splitlines() for shown in code_blocks(TUTORIAL, "text")] == [promised]
 
 
-def test_numbers_about_tuning_are_measured_ones() -> None:
-    """What docs/howto/tuning-pools.md quotes stands in one of the pages that say how it was measured."""
-    measured = (DOCS / "policies.md").read_text() + (DOCS / "performance.md").read_text()
-    page = (DOCS / "howto/tuning-pools.md").read_text()
-    quoted = set(re.findall(r"\d{1,3}(?:,\d{3})+|\d+(?= %| µs)", page))
-    assert len(quoted) >= 4
-    assert quoted - set(re.findall(r"(?<![\d.,])\d+(?:,\d{3})*(?![.,]?\d)", measured)) == set()
-
-
 def test_the_plan_of_a_mix_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
     """docs/howto/is-it-for-me.md shows lines of the real output, in their order; `...` ends a line that is cut. What
     its table says of each mix is what the first line says."""
