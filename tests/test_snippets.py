@@ -134,7 +134,7 @@ async def starting_early() -> AsyncIterator[Names]:
         runtime: OffloadRuntime = names["runtime"]
         await runtime.transfers.demote(range(36)).wait()
         async with runtime.request(range(200, 240)) as request:
-            yield names | {"request": request, "forward": forward, "num_computed_tokens": 40}
+            yield names | {"request": request, "forward": forward, "num_computed_tokens": 40, "partial": partial}
         assert request.state is RequestState.DONE
 
 
@@ -221,14 +221,6 @@ async def hinting(names: Names, _: Path) -> None:
     async with running(eviction="learned") as found:
         answer = names["before_a_tool_call"](found["runtime"], range(40), "shell")
         assert (answer.verb.value, answer.outcome.value, answer.num_tokens) == ("returns", "accepted", 40)
-
-
-async def loading(names: Names, _: Path) -> None:
-    async with running(load_choice=names["AtLeast"](8)) as found:
-        await found["runtime"].transfers.demote(range(40)).wait()
-        async with found["runtime"].request(range(1000, 1020)) as request:
-            await request.allocate()
-            await request.load()
 
 
 async def owning_blocks(names: Names, _: Path) -> None:
@@ -386,7 +378,6 @@ AFTERWARDS: dict[str, Callable[[Names, Path], Awaitable[None]]] = {
     "docs/howto/recurrent.md": checkpointing,
     "docs/engines.md": owning_blocks,
     "docs/hints.md": hinting,
-    "docs/loads.md": loading,
     "docs/layouts.md": viewing,
     "docs/models.md": sliding,
     "docs/kv_events.md": publishing,
