@@ -74,8 +74,8 @@ class Chart:
     _taken: list[Box] = attrs.field(factory=list)
     """Where no label can be: curves, dots, lines and other labels."""
     _labels: list[tuple[str, list[Point], str]] = attrs.field(factory=list)
-    """Texts, each with the places where it may be, best first: its left end, on the base line. And the line that is
-    left out if there is no space for the text."""
+    """Each label: its text, the possible positions of its left end on the base line, best first, and the element that
+    is omitted if no position is free."""
 
     @property
     def right(self) -> float:

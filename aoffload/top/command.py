@@ -351,7 +351,7 @@ def _look(text: str, at_s: float) -> Look:
     try:
         look = Look.of(text, at_s)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        # The parser raises what its code comes across, for example an IndexError for a label without a name.
+        # The parser does not check its input. For example, a label without a name causes an IndexError.
         raise NothingToShow("answers with something else than metrics") from error
     if not look.values:
         of_vllm = ", only those of its vLLM connector" if "vllm:aoffload_" in text else ""
@@ -401,8 +401,8 @@ class _NoRedirects(HTTPRedirectHandler):
 
 
 def _fetch(request: Request) -> str:
-    """The whole answer, within `TIMEOUT_S`. A socket's timeout is that of one read, so a server that sends a byte now
-    and then could hold a scrape up for ever. Hence a thread does the reads, and is left alone when the time is over."""
+    """The whole answer, within `TIMEOUT_S`. The timeout of a socket limits each read, so a server that sends one byte
+    at a time could delay a scrape for ever. So a thread reads the answer, and continues alone after `TIMEOUT_S`."""
     answers = queue.SimpleQueue[str | NothingToShow]()
     threading.Thread(target=lambda: answers.put(_answer(request)), name="aoffload top", daemon=True).start()
     try:
@@ -415,7 +415,7 @@ def _fetch(request: Request) -> str:
 
 
 def _answer(request: Request) -> str | NothingToShow:
-    """What the address answers, or why there is nothing to show."""
+    """The text of the answer, or the reason why there is nothing to show."""
     try:
         with build_opener(_NoRedirects).open(request, timeout=TIMEOUT_S) as answer:
             body: bytes = answer.read(MAX_BYTES)

@@ -28,7 +28,7 @@ STATES = {
     RequestState.RUNNING.value: "computes",
     RequestState.PREEMPTED.value: "gave up its blocks",
 }
-"""What a request is doing in each state."""
+"""The activity of a request, by state."""
 ENGINE_OWNED = {
     RequestState.MATCHED.value: "was looked up, may have to ask again",
     RequestState.PINNED.value: "waits for its program",
